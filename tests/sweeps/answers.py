@@ -1,12 +1,12 @@
-"""The answer kill sweep: owners of stages killed at random moments of greedy answers, which must not change by a token.
+"""The answer kill sweep: kills owners of stages at random moments of greedy answers, of which no token may change.
 
     python tests/sweeps/answers.py [--kills 100] [--together-kills 20] [--sessions 4] [--seed 1] [--stages 3]
         [--json FILE]
 
-A GPT with random weights is served in so many stages, one standby a stage, and asked through a peer that holds none of
-it. `--kills` times an answer loses the owner of a stage at a random token; `--together-kills` times more, `--sessions`
-answers at once do. A round in which nobody could be killed is told and made up for by another, up to a limit. Exit 0
-where all those kills took place and every answer was token-identical to the one given in peace, 1 otherwise.
+A GPT with random weights is served in so many stages, with one standby for each; the gateway runs none of them. `--kills`
+times the owner of a stage is killed at a random token of one answer, and `--together-kills` times during `--sessions`
+answers at once. A round without a kill is reported and repeated, up to a limit. Exit 0 if all those kills took place and
+every answer had the tokens of the undisturbed one, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ANSWER_SECONDS = 120.0
 
 @dataclass
 class Told:
-    """One answer as its user saw it."""
+    """One answer as its user receives it."""
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # unix seconds, of the request and of each token
@@ -78,7 +78,7 @@ class Told:
 
 @dataclass
 class Stage:
-    """The served model and what asks it."""
+    """The served model, and a client that requests answers."""
 
     swarm: Swarm
     client: Context
@@ -92,7 +92,7 @@ class Stage:
         return [winner(await self._claims(stage)) for stage in range(self.stages)]
 
     async def standbys(self) -> int:
-        """How many stages have an owner and a standby that live and are ready: the claims of one that was killed last for a while."""
+        """How many stages have an owner and a standby that live and are ready; claims of killed peers stay for a while."""
         living, count = {peer.peer_id for peer in self.swarm.peers}, 0
         for stage in range(self.stages):
             claims = await self._claims(stage)
@@ -110,7 +110,7 @@ class Stage:
         return ()
 
     async def ask(self, prompt: tuple[int, ...], heard: Callable[[int], Awaitable[None] | None]) -> Told:
-        """One answer; `heard(n)` after the n-th token."""
+        """Request one answer, and call `heard(n)` after the n-th token."""
         told = Told(times=[time.time()])
         request = GenerateRequest(model=self.name, prompt_ids=prompt, max_tokens=NEW_TOKENS)
         try:
@@ -131,7 +131,7 @@ class Stage:
 
 
 def write_model(directory: Path) -> None:
-    """A model as `jobs export` writes one, with weights that make it talk."""
+    """Save a model in the form of `jobs export`, with weights that make answers vary."""
     model = sources.builtin(MODEL, 1, byte_level=True, tokenizer=None)
     graph = clean(model.inference)
     directory.mkdir(parents=True)
@@ -147,7 +147,7 @@ def write_model(directory: Path) -> None:
 
 
 def prepare(root: Path, stages: int, owners: list[str]) -> ChaosJob:
-    """The model in so many even stages, for these peers."""
+    """Place the model in so many even stages on these peers."""
     write_model(root / "model")
     store = BlobStore(root / "plan", STORE_BYTES)
     spec = ServingSpec(path=root / "model", name="answers", stages=stages)
@@ -213,7 +213,7 @@ async def _in_peace(served: Stage, prompts: list[tuple[int, ...]]) -> None:
 
 
 async def _round(served: Stage, prompts: list[tuple[int, ...]], sessions: int, chance: random.Random) -> Row:
-    """One kill, where it comes to that, under so many answers at once."""
+    """Kill one owner, if there is one, during so many answers at once."""
     ready = await _until_ready(served)
     stage, at_token = chance.randrange(served.stages), chance.randint(1, NEW_TOKENS - 8)
     chosen = [chance.choice(prompts) for _ in range(sessions)]
@@ -254,7 +254,7 @@ async def _round(served: Stage, prompts: list[tuple[int, ...]], sessions: int, c
 
 
 async def _until_ready(served: Stage) -> int:
-    """How many stages have a ready owner and standby, once all have or the time is up."""
+    """Wait until all stages have a ready owner and standby or the time is up, and return how many have."""
     until = time.monotonic() + STANDBY_SECONDS
     await served.swarm.settle()
     while (ready := await served.standbys()) < served.stages and time.monotonic() < until:

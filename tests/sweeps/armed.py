@@ -1,20 +1,19 @@
-"""A peer that can be killed at an exact instant: `fusion-peer start` with traps in the places that the sweeps name.
+"""A peer that can be killed at an exact instant: `fusion-peer start` with traps at the points that the sweeps name.
 
     python tests/sweeps/armed.py start --home HOME ...
 
-While it runs, a file HOME/arm.json sets one trap: {"phase", "count", "side", "delay", "victim"}. At the `count`-th time
-that the phase is reached, `side` ("before" or "after") of what happens there, and `delay` seconds later, the process
-`victim` (0: this one) is killed with SIGKILL, and {"event": "fired"} is the last that is printed. An empty phase
-removes the trap.
+While it runs, a file HOME/arm.json sets one trap: {"phase", "count", "side", "delay", "victim"}. At the `count`-th time that
+the phase is reached, `side` ("before" or "after") of its call, and `delay` seconds later, the process `victim` (0: this one)
+is killed with SIGKILL. The last line that is printed is {"event": "fired"}. An empty phase removes the trap.
 
-    fp bp        a forward, a backward of a microbatch
-    ready        a stage's word to the lead, on its stream; at the lead: hearing one
-    commit       the lead's word to the k-th stage; at the others: the update of the weights
-    snapshot     a shard being written; a copy being fetched from the neighbour
-    recovery     gradients of a step under way being dropped
-    takeover     a stage beginning here
+    fp bp        the forward, the backward pass of a microbatch
+    ready        a stage sends `ready` to the lead; at the lead: it receives one
+    commit       the lead sends `commit` to the k-th stage; at the others: the update of the weights
+    snapshot     a shard is written; a copy is fetched from the neighbour
+    recovery     the gradients of the running step are dropped
+    takeover     a stage begins here
 
-With FUSION_SWEEP_READ_SECONDS in its environment its disk is slow: a microbatch takes at least so long to be read.
+With FUSION_SWEEP_READ_SECONDS in its environment the disk is slow: reading a microbatch takes at least so long.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Trap:
             self._set = order
 
     def at(self, phase: str, side: str) -> None:
-        """The process is at this point now."""
+        """Report that the process has reached this point."""
         with self._lock:
             order = self._set
             if order.get("phase") != phase or order.get("side") != side:
@@ -90,7 +89,7 @@ TRAP = Trap()
 
 
 def wrap(owner: Any, name: str, phase: str, when: Callable[..., bool] = lambda *_, **__: True) -> None:
-    """Let `owner.name` pass by the trap before and after each call for which `when` holds."""
+    """Report to the trap before and after each call of `owner.name` for which `when` is true."""
     inner = getattr(owner, name)
     if inspect.iscoroutinefunction(inner):
 

@@ -1,9 +1,9 @@
-"""Cold start: kill -9 of every peer at once in the middle of a step, then all of them again, in any order.
+"""Cold start: kills every peer at once with SIGKILL in the middle of a step, then starts all of them again, in any order.
 
     python tests/sweeps/cold_start.py [--times 3] [--seed 1] [--stages 3] [--standbys 1] [--json FILE]
 
-The peers come back with their homes and ports and are told no address: they know each other from before. The job must
-go on from the newest snapshot that was durable, and end with the weights of a quiet run. Exit 0 where it did each time.
+The peers start with their homes and ports and no bootstrap address, since they know each other from before. The job must go
+on from the newest durable snapshot, and end with the weights of a quiet run. Exit 0 if it did each time.
 """
 
 from __future__ import annotations

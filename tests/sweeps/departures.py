@@ -1,10 +1,10 @@
-"""Peers that go without dying: the libp2p daemon of each peer killed in turn, then Ctrl-C on the owner of each stage.
+"""Departures of peers that do not die: kills the libp2p daemon of each peer in turn, then stops the owner of each stage (Ctrl-C).
 
     python tests/sweeps/departures.py [--seed 1] [--stages 3] [--standbys 2] [--json FILE]
 
-A peer whose daemon dies must be back, with the same identity, in the same process; its stages go to standbys. A peer
-that is asked to leave hands its stage over at a step boundary: no step may be discarded, and none committed again. The
-weights of every snapshot must be those of a quiet run. Exit 0 where all of it held.
+A peer whose daemon dies must be back with the same identity in the same process; its stages go to standbys. A peer that is
+stopped hands its stage over at a step boundary: no step may be discarded or committed again. The weights of every snapshot
+must be those of a quiet run. Exit 0 if all of this is true.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The sweep of families: each is served by three real peers on one kind of device, and answers as `generate()` does on that device.
+"""The sweep of families: three real peers serve each on one kind of device, and it must answer as `generate()` does there.
 
     python tests/sweeps/families.py [--device cuda] [--dtype bfloat16] [--only llama,mixtral] [--kill] [--json FILE]
 
-The families are those that the tests have a small model with random weights of (tests/support), saved and served as a
-user's directory is, in three stages; prompts are of 1, 7 and 100 tokens. With --kill an owner of each model is killed in
-the middle of a fourth answer, and another peer takes its place. A model that is placed while the directory still lists one that
-was killed may have two of its stages on one peer: how many were over three is told. In float32 every token is `generate()`'s; in half
-precision answers may part where the two tokens are a few units of rounding apart, which is told. Exit 0 where that is so.
+The families are those of which the tests have a small model with random weights (tests/support). Each is saved, and served in
+three stages as a user's directory is, with prompts of 1, 7 and 100 tokens. With --kill an owner of each model is killed in the
+middle of a fourth answer, and another peer replaces it. If the directory still lists a killed peer, the next model may get two
+stages on one peer; the report says how many models were over three. In float32 every token must be `generate()`'s. In half
+precision answers may diverge where two tokens are a few units of rounding apart, which is reported. Exit 0 if that is so.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ READERS = ("t5", "bart", "whisper")
 
 @dataclass(frozen=True)
 class Case:
-    """One question, what `generate()` answers, and the logits (new, vocabulary) that it chose each token from."""
+    """One request, the answer of `generate()`, and the logits (new, vocabulary) of its tokens."""
 
     request: GenerateRequest
     tokens: list[int]
@@ -69,7 +69,7 @@ class Case:
 def causal(
     family: str, directory: Path, dtype: str, device: str, lengths: list[tuple[int, int]]
 ) -> list[Case]:
-    """The saved model's cases, for prompts of so many tokens with so many new ones."""
+    """The saved model's cases: prompts of so many tokens, with so many new ones."""
     configuration = families.config(family)
     if dtype != "float32":
         configuration.dtype = dtype
@@ -87,7 +87,7 @@ def causal(
 def reader(
     family: str, directory: Path, dtype: str, device: str, lengths: list[tuple[int, int]]
 ) -> list[Case]:
-    """The same of a model that reads a source; of Whisper, which hears one of one length, for other sounds."""
+    """The cases of an encoder-decoder; Whisper's, whose sources have one length, differ in their sounds."""
     encoder_decoders.build(family).to(getattr(torch, dtype)).save_pretrained(directory)
     kind = getattr(transformers, transformers.AutoConfig.from_pretrained(directory).architectures[0])
     model = kind.from_pretrained(directory, dtype="auto").eval().to(device)
@@ -109,7 +109,7 @@ def reader(
 
 @dataclass
 class Served:
-    """Peers that serve, and what asks the first of them."""
+    """Peers that serve, and a client of the first one."""
 
     fleet: Fleet
     client: Context
@@ -132,8 +132,8 @@ class Served:
 
 
 def parted(case: Case, tokens: list[int], dtype: str) -> float | None:
-    """None where the answer is `generate()`'s; else how far apart the two logits were where it first was not, in units in the
-    last place."""
+    """None if the answer is `generate()`'s; otherwise the difference of the two logits at the first other token, in units in
+    the last place."""
     for at, (ours, theirs) in enumerate(zip(tokens, case.tokens, strict=False)):
         if ours != theirs:
             row = case.logits[at].float()

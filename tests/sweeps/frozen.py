@@ -1,10 +1,10 @@
-"""Frozen peers: SIGSTOP of the owner of each stage, for a moment and for long, in the middle of training.
+"""Frozen peers: stops the owner of each stage with SIGSTOP, for a moment and for long, in the middle of training.
 
     python tests/sweeps/frozen.py [--seed 1] [--stages 2] [--standbys 2] [--short 3] [--long 60] [--json FILE]
 
-For `--short` seconds nothing may come of it but a pause: the same owners, no step discarded. For `--long` seconds the
-stage must have another owner meanwhile, and when the frozen peer wakes, it must give the stage up and stay as one of
-the idle. The weights of every snapshot must be those of a quiet run. Exit 0 where all of it held.
+A freeze of `--short` seconds may only pause the job: the owners stay, and no step is discarded. After `--long` seconds the
+stage must have another owner, and the frozen peer must give the stage up when it wakes, and stay idle. The weights of every
+snapshot must be those of a quiet run. Exit 0 if all of this is true.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REJOIN_SECONDS = 30.0
 
 
 async def _freeze_owner(stage: int, found: Sweep, options: argparse.Namespace) -> list[Row]:
-    """One run, in which the owner of this stage is frozen twice."""
+    """Run the job once, and freeze the owner of this stage twice."""
     rows = []
     async with running(found, options, f"frozen-{stage}") as theatre:
         for seconds in (options.short, options.long):

@@ -1,13 +1,14 @@
-"""A peer that is fed hostile frames and records by eight strangers, while it trains and serves for honest users.
+"""Eight strangers feed a peer hostile frames and records while it trains and serves for honest users.
 
     python tests/sweeps/hostile.py [--frames 1000000] [--minutes 30] [--seed 1] [--spare-rights]
         [--json FILE]
 
-So many frames and records, changed recordings and invented ones (`endurance.traffic`), go to one of two real peers within
-so many minutes of feeding, in turns with quiet seconds; the strangers' processes together are held to half a core. Exit 0
-where both peers live, nothing of the strangers is believed, honest losses and tokens are those of an undisturbed run, the fed
-peer's memory, files, threads and tasks in the quiet turns do not rise over the second half (by more than 5 % of their mean), and
-honest users get at least 0.8 of what they get in the quiet turns. 1 otherwise; if a peer ended, the last things that each identity sent are printed.
+So many frames and records, changed recordings and invented ones (`endurance.traffic`), go to one of two real peers within so
+many minutes of feeding, in turns with quiet seconds. The strangers' processes together are limited to half a core. Exit 0 if
+both peers live, nothing of the strangers is believed, honest losses and tokens are those of an undisturbed run, the fed peer's
+memory, files, threads and tasks in the quiet turns do not rise over the second half (by more than 5 % of their mean), and honest
+users get at least 0.8 of what they get in the quiet turns. 1 otherwise; if a peer ended, the last items that each identity sent
+are printed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Run:
-    """What was seen."""
+    """The measurements and faults of a run."""
 
     began: float = field(default_factory=time.time)
     turns: list[Row] = field(default_factory=list)
@@ -66,10 +67,10 @@ class Run:
     fed: Row = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     last: list[list[str]] = field(default_factory=list)
-    feeder_seconds: float = 0.0  # of processor time
+    feeder_seconds: float = 0.0  # processor time
 
     def ratio(self, what: str) -> float:
-        """What honest users got while strangers fed, to what they got in quiet, a second."""
+        """The rate that honest users got while strangers fed, over their rate in quiet."""
         rates = []
         for fed in (True, False):
             turns = [turn for turn in self.turns if turn["fed"] is fed]
@@ -79,13 +80,13 @@ class Run:
 
 
 class Feeder:
-    """The strangers' process, which takes orders."""
+    """The strangers' process, which carries out orders."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def order(self, words: str, seconds: float) -> Any:
-        """TimeoutError or ValueError where no answer comes."""
+        """Send an order and return the reply. TimeoutError or ValueError without one."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(words.encode() + b"\n")
         async with asyncio.timeout(seconds + ANSWER_SECONDS):
@@ -196,7 +197,7 @@ async def _turn(run: Run, ground: Ground, work: Any, *, fed: bool) -> Any:
 
 
 async def _sample(run: Run, ground: Ground) -> None:
-    """Of the fed peer: what it says of itself (`attacks.watched`), and its p2pd from outside."""
+    """Sample the fed peer: its own report (`attacks.watched`), and its p2pd from outside."""
     peer = ground.peers[0]
     while True:
         await asyncio.sleep(2.0)
@@ -228,7 +229,7 @@ async def _hosted(ground: Ground, peer: LocalPeer) -> list[Any]:
 
 
 async def _believed(ground: Ground, hosted: Sequence[list[Any]], seed: int) -> list[str]:
-    """Whatever of the strangers a peer or a reader of the directory takes for true."""
+    """Everything of the strangers that a peer or a reader of the directory believes."""
     found: list[str] = []
     enemies = {identity_of(number, seed).peer_id for number in range(IDENTITIES)}
     for peer, before in zip(ground.peers, hosted, strict=True):

@@ -1,4 +1,4 @@
-"""Which kills a training sweep does, in which order: a pure function of its seed."""
+"""The kills of a training sweep, in order: a pure function of its seed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LONGEST_DELAY_SECONDS = {"snapshot": 0.02, "recovery": 1.5}  # others die on the
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """SIGKILL of `role` when the `count`-th `phase` is reached at `trapped`, the stage whose owner watches for it.
-    `other`: during a recovery, the stage whose owner was killed first."""
+    """SIGKILL of `role` at the `count`-th `phase` of the stage `trapped`, whose owner has the trap. `other`: during a recovery,
+    the stage whose owner was killed first."""
 
     id: int
     role: str
@@ -68,5 +68,5 @@ def _kill(number: int, role: str, phase: str, chance: random.Random, stages: int
 
 
 def trap_phase(kill: Kill) -> str:
-    """The name that `armed.py` has for it: the lead reaches a commit by sending it."""
+    """The phase in `armed.py`: the lead reaches a commit when it sends it."""
     return "commit-sent" if kill.phase == "commit" and kill.trapped == 0 else kill.phase

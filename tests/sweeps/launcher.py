@@ -1,5 +1,5 @@
-"""Whoever launches a job, as a process that can be killed: launches a prepared one, says when the swarm holds it,
-and watches it to its end.
+"""A launcher as a process that can be killed: launches a prepared job, reports when the swarm holds it, and watches it to its
+end.
 
     python tests/sweeps/launcher.py STORE JOB HOME PEER_ADDRESS
 """

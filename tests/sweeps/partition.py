@@ -1,8 +1,8 @@
-"""A swarm cut in two for a while in the middle of training, with a whole pipeline on each side: python tests/sweeps/partition.py
+"""Partitions a swarm for a while in the middle of training, with a whole pipeline on each side: python tests/sweeps/partition.py
 
-Two hosts of a network in a box, two peers on each: an owner and a standby. While they are cut off from each other, each
-side elects owners for the stages that it lost and trains on. Once healed there must be one history, the same weights as
-those of a quiet run, and the other side's owners back among the standbys. Needs root and Linux.
+Two hosts of a network in a box have two peers each, an owner and a standby. During the partition each side elects owners for
+the stages that it lost and goes on training. After it there must be one history with the weights of a quiet run, and the
+other side's owners must stand by again. Needs root and Linux.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ async def _train(
 
 
 def _merged(run: Run, healed: float) -> float | None:
-    """Seconds from the healing to the last commit of a lead that is not the one which ended the job."""
+    """The seconds from the end of the partition to the last commit of a lead other than the one that ended the job."""
     after = [(who, c) for who, c in run.commits if c.at > healed]
     if not after:
         return None
@@ -171,7 +171,7 @@ def _merged(run: Run, healed: float) -> float | None:
 
 
 async def _pool(swarm: Swarm, job: str, peers: list[LocalPeer]) -> dict[str, object]:
-    """Which peers of the swarm know of each other again, once the job has ended."""
+    """Which peers know each other again once the job has ended."""
     deadline = time.monotonic() + POOL_SECONDS
     async with open_client(ClientConfig(home=swarm.fleet.root / "asker", peer=peers[0].address)) as context:
         while True:

@@ -1,11 +1,11 @@
-"""The placement sweep: OP-Fence against its baselines, against the optimum where that can be had, and against the clock.
+"""The placement sweep: OP-Fence against its baselines, against the optimum where it can be computed, and against the clock.
 
     python tests/sweeps/placement.py [--instances 300] [--seed 1] [--no-large] [--json FILE]
 
-Random instances of 3 to 12 devices, chains and DAGs with skips, some short of memory: `place` must never be slower by
-the step model than equal-ops and equal-FLOPs, be legal, and not gain (0.1 % or more) from taking a device away; OP-Fence alone is held
-against the exact dynamic program of chains, and of DAGs against every placement there is, where those are few. Then
-the time that GPT-2 XL takes on 48 peers, and 10 000 nodes on 1 000, of one core. Exit 0 where all of that held.
+Random instances have 3 to 12 devices, chains and DAGs with skips, some with little memory. By the step model `place` must never
+be slower than equal-ops and equal-FLOPs; it must be legal, and not gain (0.1 % or more) if a device is removed. OP-Fence alone
+is compared with the exact dynamic program of chains, and with all placements of DAGs that have few. Then it measures how long
+one core takes to place GPT-2 XL on 48 peers, and 10 000 nodes on 1 000. Exit 0 if all of this is true.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOISE = 1e-3  # the search is no exact one: what a device less may gain
 
 
 def every(options: Space) -> float | None:
-    """The seconds of the best of all placements; None if there are too many."""
+    """The seconds of the best placement of all; None if there are too many."""
     devices, inner = options.devices, len(options.segments.bounds) - 2
     counts = range(1, options.most_stages + 1)
     if sum(perm(devices, n) * comb(inner, n - 1) for n in counts) > EVERY:
@@ -62,7 +62,7 @@ def every(options: Space) -> float | None:
 
 
 def illegal(graph: Graph, found: Placement, network: Network) -> str | None:
-    """What a placement breaks: contiguous stages, no cycle, each on a device of its own that has the memory."""
+    """The rules that a placement breaks: stages are contiguous, without a cycle, each on a device of its own with enough memory."""
     if len(set(found.owners)) != len(found.owners) or not set(found.cuts) <= set(legal_cuts(graph)):
         return "owners or cuts"
     stages = split(graph, found.cuts)  # refuses cuts that are not contiguous

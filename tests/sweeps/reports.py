@@ -1,4 +1,4 @@
-"""How a sweep says what came of it."""
+"""Prints and writes the report of a sweep."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def say(text: str) -> None:
-    """A line while the sweep runs, with the time of day."""
+    """Print a line with the time of day while the sweep runs."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def tell(report: Mapping[str, Any], path: Path | None, *, left_out: str = "") -> int:
-    """The whole report to `path`, if any, and to people without the part that is `left_out`; the exit code."""
+    """Write the whole report to `path`, if any, print it without the part `left_out`, and return the exit code."""
     if path is not None:
         path.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({key: value for key, value in report.items() if key != left_out}, indent=1))

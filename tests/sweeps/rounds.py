@@ -1,5 +1,5 @@
-"""Rounds of a sweep that are to kill somebody each, and what came of them. Now and then one kills nobody: the stage has no
-owner just then, or the answer is over first."""
+"""The rounds of a sweep, of which each should kill a peer, and their summary. Some rounds kill none: the stage has no owner at
+that moment, or the answer is over first."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from fusion.cli.terminal.output import percentile
 
 Row = dict[str, Any]  # of one round: `killed`, `identical`, `stall_seconds`, ...
-ROUNDS_PER_KILL = 3  # at most, over the whole sweep
+ROUNDS_PER_KILL = 3  # the most, over the whole sweep
 
 
 async def until_killed(kills: int, one_round: Callable[[], Awaitable[Row]]) -> AsyncIterator[Row]:
-    """Rounds until so many of them killed somebody, or too many did not."""
+    """Yield rounds until so many of them have killed a peer, or too many have not."""
     done = 0
     for _ in range(ROUNDS_PER_KILL * kills):
         if done == kills:
@@ -24,7 +24,7 @@ async def until_killed(kills: int, one_round: Callable[[], Awaitable[Row]]) -> A
 
 
 def summary(rows: Sequence[Row], asked: int) -> Row:
-    """What came of the rounds that were to kill `asked` times. `ok`: they did, and no answer differed in any round."""
+    """The summary of rounds that should kill `asked` times. `ok`: they did, and no answer differed in any round."""
     killed = [row for row in rows if row["killed"]]
     stalls = [stall for row in killed for stall in row["stall_seconds"]]
     return {

@@ -1,5 +1,5 @@
-"""What the smaller sweeps have in common: a quiet run for the truth, then runs of the same plan by a fresh swarm each,
-whose every snapshot has to equal the quiet run's."""
+"""The common part of the smaller sweeps: a quiet run as the reference, then runs of the same plan, each by a fresh swarm. Every
+snapshot must equal the quiet run's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Act = Callable[[Sweep, argparse.Namespace], Awaitable[list[Row]]]
 
 
 def options_of(doc: str | None, *, stages: int, standbys: int, run_seconds: float) -> argparse.ArgumentParser:
-    """The options that all have."""
+    """The options of all of them."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stages", type=int, default=stages)
@@ -41,7 +41,7 @@ def options_of(doc: str | None, *, stages: int, standbys: int, run_seconds: floa
 
 
 def report(options: argparse.Namespace, acts: Sequence[tuple[str, Act]]) -> int:
-    """Play the acts, a run each, print what came of them; 0 where everything held."""
+    """Run each act in a run of its own, and print the report. Returns 0 if all succeeded."""
     return tell(asyncio.run(_report(options, acts)), options.json)
 
 
@@ -73,9 +73,9 @@ async def _report(options: argparse.Namespace, acts: Sequence[tuple[str, Act]]) 
 async def running(
     found: Sweep, options: argparse.Namespace, name: str, *, observed: bool = True
 ) -> AsyncIterator[Theatre]:
-    """A fresh swarm whose job has committed its first step and is held by the swarm alone; `observed`: with a client,
-    through which peers may find each other. Afterwards the job runs to its end, and every snapshot that was seen is
-    compared with the quiet run's."""
+    """A fresh swarm whose job has committed its first step, without its launcher. `observed`: with a client, through which
+    peers may find each other. After the block the job runs to its end, and every snapshot that was seen is compared with the
+    quiet run's."""
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(open_fleet("fusion-sweep-"))
         swarm = Swarm(fleet, command=ARMED)

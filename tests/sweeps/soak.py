@@ -1,15 +1,15 @@
-"""What a peer goes through in months, in an hour: small jobs that begin and end, clients that come once, a neighbour that
-starts again and again.
+"""Months of a peer in an hour: small jobs that begin and end, clients that connect once, a neighbour that restarts again and
+again.
 
     python tests/sweeps/soak.py [--jobs 2000] [--clients 5000] [--restarts 200] [--at-once 8] [--json FILE]
 
-Two real peers, which stay, train each job to its end and serve one model; a third one stops and starts again, by turns as its
-user and as a crash would end it. Each client is a peer id that was never there before, with a connection of its own (`endurance.light_peer`):
-it asks for the status, one in ten for an answer. A day of the peers' disks lasts 24 s (`endurance.hurried`).
+Two real peers train each job to its end and serve one model; a third one is stopped and killed in turn, and starts again. Each
+client has a new peer id and a connection of its own (`endurance.light_peer`); it requests the status, and one in ten an answer.
+A day of the peers' disks lasts 24 s (`endurance.hurried`).
 
-Warm-up is a twentieth of all work. Then, and at the end, everything rests, and what the peers hold is read: bytes under their homes,
-memory and open files of their processes, p2pd's apart. Exit 0 where all jobs were done, all clients answered, all starts went well
-and nothing is more than a tenth above what it was; 1 otherwise.
+The first twentieth of the work is the warm-up. After it, and at the end, the peers rest, and the sweep reads the bytes under
+their homes, and the memory and open files of their processes, with p2pd's apart. Exit 0 if all jobs were done, all clients
+answered, all starts succeeded, and no figure rose by more than a tenth; 1 otherwise.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Soak:
             return kinds
 
     async def restart(self, number: int) -> None:
-        """As its user stops it, and as a crash does, by turns."""
+        """Start a peer and end it, in turn as its user stops it and as a crash does."""
         try:
             peer = await start(self.fleet, "restless", self.peers[0].address)
         except FleetError as error:
@@ -151,7 +151,7 @@ class Soak:
     # --- all of it
 
     async def work(self, begin: dict[str, int], end: dict[str, int], at_once: int) -> None:
-        """Of each kind the pieces from `begin` to `end`."""
+        """Run the pieces of work from `begin` to `end`, of each kind."""
         with ThreadPoolExecutor(CLIENTS_AT_ONCE) as threads:
             ways: tuple[tuple[str, Callable[[int], Awaitable[None]], int], ...] = (
                 ("jobs", self.job, at_once),
@@ -184,7 +184,7 @@ class Soak:
             say(f"{dict(self.done)} faults {dict(self.faults)} {[held(peer) for peer in self.peers]}")
 
     async def rest(self) -> list[Row]:
-        """What each peer holds once everything has come to rest: the least of some samples."""
+        """The resources of each peer at rest: the least of some samples."""
         await asyncio.sleep(REST_SECONDS)
         seen: list[list[Row]] = []
         for _ in range(SAMPLES):
@@ -199,7 +199,7 @@ def frame(kind: str, header: dict[str, Any] | None = None, payload: bytes = b"")
 
 
 def held(peer: LocalPeer) -> Row:
-    """What a peer holds now."""
+    """A peer's resources now."""
     process = psutil.Process(peer.process.pid)
     found = {
         "memory": process.memory_info().rss,

@@ -1,4 +1,4 @@
-"""Sweeps clear up and say so when they are asked to end, as by a time limit."""
+"""Sweeps clean up and report it when they are terminated, as by a time limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECONDS = 120.0
     ],
 )
 def test_sigterm_leaves_nothing_behind(tmp_path: Path, sweep: str, when: str) -> None:
-    """While the job is prepared, in a thread that nobody can stop, and while peers run."""
+    """A sweep ends while it prepares the job, in a thread that cannot be stopped, and while peers run."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     command = [sys.executable, str(Path(__file__).parent / sweep)]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What the hostile sweep sends and how it judges, and a short run of it."""
+"""The traffic and the verdict of the hostile sweep, and a short run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The identities of the soak are peers to p2pd, and a short run of it."""
+"""p2pd accepts the clients of the soak as peers; and a short run of the soak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of a training sweep: the swarm, the job, and who plays which role in it."""
+"""One run of a training sweep: the swarm, the job, and the role of each process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALM_STEPS = 5  # committed between a recovery and the next kill
 
 @dataclass
 class Theatre:
-    """One run: its swarm, its job, and who plays which role."""
+    """One run: its swarm, its job, and the role of each process."""
 
     swarm: Swarm
     timeline: Timeline
@@ -53,19 +53,19 @@ class Theatre:
                     self.found[step] = read
 
     async def open_bootstrap(self) -> None:
-        """The next bootstrap peer: it lends next to nothing, and newcomers hear of it first."""
+        """Start the next bootstrap peer, which lends almost no memory, and which new peers join through."""
         self.bootstrap = await self.swarm.start_one("--memory", "1KiB")
 
 
 def arm(peer: LocalPeer, order: Record) -> None:
-    """Set a trap in a peer: whole, or not at all."""
+    """Set a trap in a peer, atomically."""
     scratch = peer.home / "arm.new"
     scratch.write_text(json.dumps(order))
     scratch.replace(peer.home / "arm.json")
 
 
 async def calm(theatre: Theatre, standbys: bool) -> None:
-    """Until the job goes on steadily, replacements are up, and every stage has a standby that is ready."""
+    """Wait until the job commits steadily, replacements run, and every stage has a ready standby."""
     swarm, timeline = theatre.swarm, theatre.timeline
     until = time.monotonic() + STANDBY_SECONDS
     await swarm.settle()
@@ -81,7 +81,7 @@ async def calm(theatre: Theatre, standbys: bool) -> None:
 
 
 async def ready_standbys(theatre: Theatre) -> int:
-    """How many stages have a standby that lives and says it is ready."""
+    """How many stages have a living standby that is published as ready."""
     assert theatre.client is not None
     living = {peer.peer_id for peer in theatre.swarm.peers}
     directory, job = theatre.client.directory, JobId(theatre.timeline.job)

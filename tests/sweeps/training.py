@@ -1,15 +1,13 @@
-"""The training kill sweep: every role killed in every phase of a step, in real processes, against a quiet run.
+"""The training kill sweep: kills every role in every phase of a step, in real processes, and compares with a quiet run.
 
     python tests/sweeps/training.py [--kills 40] [--seed 1] [--stages 4] [--standbys 2] [--json FILE]
         [--roles lead,last] [--phases fp,commit] [--run-seconds 60] [--read-seconds 0.05]
 
-A GPT on Python's standard library trains in runs of one plan, each by a fresh swarm with a launcher and a bootstrap
-peer of its own, while the kills of `kills.py` are done one after the other by traps in the peers (`armed.py`). Every
-snapshot of every run must equal the quiet run's of that step, bit for bit. Exit 0 where all did and every kill was
-recovered from, 1 otherwise.
+A GPT on Python's standard library trains in runs of one plan, each by a fresh swarm with a launcher and a bootstrap peer of its
+own, while traps in the peers (`armed.py`) carry out the kills of `kills.py` one after the other. Every snapshot of every run
+must equal the quiet run's of that step, bit for bit. Exit 0 if all did and the job recovered from every kill, 1 otherwise.
 
-With `--read-seconds` the runs with kills go at the pace of a slow disk and leave the machine to others; the quiet run, of
-as many steps, does not.
+With `--read-seconds` the runs with kills simulate a slow disk and leave the machine to others; the quiet run does not.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ SLOW_SECONDS = 1.0  # of a recovery: what the peers waited for meanwhile is kept
 
 @dataclass
 class Sweep:
-    """What a sweep has found so far."""
+    """The results of a sweep so far."""
 
     plan: ChaosJob
     steps: int = 0
@@ -99,8 +97,8 @@ async def sweep(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def quiet_truth(found: Sweep, peers: int, run_seconds: int, rate: float | None = None) -> None:
-    """The speed of this machine, where no `rate` (steps a second) is given, then the truth: the shards of every snapshot of
-    a quiet run."""
+    """Measure the speed of this machine if no `rate` (steps a second) is given, then the reference: the shards of every
+    snapshot of a quiet run."""
     async with open_fleet("fusion-sweep-") as fleet:
         swarm = Swarm(fleet, command=ARMED)
         await swarm.start(peers)
@@ -135,7 +133,7 @@ async def _train_quietly(found: Sweep, swarm: Swarm, name: str, steps: int, *eve
 
 
 async def _run(found: Sweep, options: argparse.Namespace, left: list[Kill], name: str) -> None:
-    """One run: as many of the kills `left` as fit, taken out of the list."""
+    """Run the job once with as many of the kills `left` as fit, which are removed from the list."""
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(open_fleet("fusion-sweep-"))
         command = ("env", f"{READ_SECONDS}={options.read_seconds}", *ARMED)
@@ -209,7 +207,7 @@ def compare(found: Sweep, theatre: Theatre, name: str) -> None:
 
 
 def _next(left: list[Kill], theatre: Theatre) -> Kill | None:
-    """The first kill whose victim is there; one launcher is killed at most in a run."""
+    """The first kill whose victim lives. A run has one launcher, so at most one is killed."""
     alive = theatre.launcher is not None and theatre.launcher.returncode is None
     return next((kill for kill in left if kill.role != "launcher" or alive), None)
 
@@ -218,7 +216,7 @@ def _next(left: list[Kill], theatre: Theatre) -> Kill | None:
 
 
 async def _kill_once(found: Sweep, theatre: Theatre, kill: Kill, options: argparse.Namespace) -> bool:
-    """Whether it is over with; False where the job ended before."""
+    """Carry out one kill. Returns False if the job ended before."""
     swarm, timeline = theatre.swarm, theatre.timeline
     for _ in range(TRIES):
         await calm(theatre, options.standbys > 0)
@@ -294,7 +292,7 @@ def _victim(theatre: Theatre, kill: Kill, trapped: LocalPeer | None) -> tuple[Lo
 
 
 async def _bury(theatre: Theatre, kill: Kill, pid: int) -> None:
-    """The victim is dead: another takes its place in the swarm."""
+    """Replace a victim that is dead by another peer."""
     swarm = theatre.swarm
     if kill.role == "launcher":
         return

@@ -1,9 +1,9 @@
-"""The strangers, in a process of their own: eight identities, each with a p2pd, that feed what `traffic` makes.
+"""The strangers, in a process of their own: eight identities, each with a p2pd, that send the traffic of `endurance.traffic`.
 
     python tests/sweeps/endurance/feeder.py SEED VICTIM SPARED (0 or 1)      the scene comes as a line on stdin, then orders, one a line
 
-"feed SECONDS FRAMES" feeds so many frames and records, for at most so long, and answers with a line of what was sent since
-the start. "last" answers with the last things that each identity sent. The end of stdin ends it.
+"feed SECONDS FRAMES" sends so many frames and records, for at most so long, and prints a line with the totals since the start.
+"last" prints the last items that each identity sent. The process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STALL_SECONDS = 15.0  # with nothing sent, after which it is said where everythi
 
 @dataclass
 class Fed:
-    """What came of what was sent."""
+    """Counts of what was sent, and of the replies."""
 
     frames: int = 0
     records: int = 0
@@ -74,7 +74,7 @@ class Feeder:
         self.last: deque[str] = deque(maxlen=KEPT)
 
     async def feed(self, until: float, most: int) -> None:
-        """Of time.monotonic; at most so many frames and records of this identity, spread over the time."""
+        """Send at most so many frames and records of this identity, spread over the time until `until` (time.monotonic)."""
         began, sent = time.monotonic(), 0
         streams: set[asyncio.Task[None]] = set()
         turn = 0
@@ -154,7 +154,7 @@ class Feeder:
 
 
 async def watch(fed: Fed) -> None:
-    """Says on stderr where everything waits whenever nothing was sent for STALL_SECONDS."""
+    """Print to stderr where all tasks wait, whenever nothing was sent for STALL_SECONDS."""
     sent, since, told = fed.sent, time.monotonic(), False
     while True:
         await asyncio.sleep(1.0)

@@ -1,4 +1,4 @@
-"""Whether what a process holds has come to rest: a line through its samples. Pure."""
+"""Whether a process's resources still rise: a line through their samples. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ FLAT = 0.05  # of the mean, that a second half may rise
 
 
 def rise(samples: Sequence[tuple[float, float]]) -> float:
-    """By how much of its mean a value (time, value) rises over the second half of its samples, by least squares; negative
-    where it falls, 0 for fewer than four."""
+    """The rise of a value over the second half of its samples (time, value), by least squares, as a share of its mean. Negative
+    if it falls, 0 for fewer than four samples."""
     half = [*samples[len(samples) // 2 :]]
     if len(half) < 2:
         return 0.0

@@ -1,6 +1,6 @@
-"""`fusion-peer` for which a day is HURRY times shorter, as far as its disk goes: python tests/sweeps/endurance/hurried.py ARGUMENTS...
+"""`fusion-peer` with a disk whose day is HURRY times shorter: python tests/sweeps/endurance/hurried.py ARGUMENTS...
 
-What nobody needs any more leaves the disk after 24 s and not after a day; what was used lately is spared for a second.
+Unneeded files expire after 24 s instead of a day; recently used ones are kept for a second.
 """
 
 from __future__ import annotations

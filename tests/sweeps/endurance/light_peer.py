@@ -43,7 +43,7 @@ _KEY = ec.generate_private_key(ec.SECP256R1())  # of all certificates; the ident
 
 
 def _certificate(identity: Identity) -> bytes:
-    """In PEM, with its private key: self-signed, and the identity's word that it is its own."""
+    """A self-signed certificate with its private key, in PEM; its libp2p extension has the identity's signature."""
     public = _KEY.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -73,7 +73,7 @@ def _der(tag: int, content: bytes) -> bytes:
 
 
 class LightPeer:
-    """Connected for the length of the block. Raises OSError, StreamBroken."""
+    """A peer that is connected during a `with` block. Raises OSError, StreamBroken."""
 
     def __init__(self, identity: Identity, address: str) -> None:
         target = tcp_target(address)
@@ -112,8 +112,8 @@ class LightPeer:
         self._socket.close()
 
     def ask(self, protocol: str, frames: Sequence[bytes], answers: int = 1) -> list[str]:
-        """The kinds of the frames that come back on a stream of its own: until there are so many, or the other end closes
-        it. Raises StreamBroken where it resets it."""
+        """Send frames on a new stream, and return the kinds of the replies: so many, or fewer if the other end closes the
+        stream. Raises StreamBroken if it resets the stream."""
         self._stream += 2
         number = self._stream
         self._received[number] = bytearray()
@@ -132,7 +132,7 @@ class LightPeer:
         return kinds
 
     def _frame(self, number: int) -> str:
-        """The kind of the next frame; nothing at the end of the stream."""
+        """The kind of the next frame; empty at the end of the stream."""
         if not self._wait(number, HEAD_BYTES):
             return ""
         header, payload = decode_head(bytes(self._received[number][:HEAD_BYTES]))
@@ -146,7 +146,7 @@ class LightPeer:
         return kind
 
     def _word(self, number: int) -> str:
-        """The next one of multistream."""
+        """The next message of multistream-select."""
         if not self._wait(number, 1):
             raise StreamBroken("it ended before it spoke")
         size = self._received[number][0]
@@ -157,7 +157,7 @@ class LightPeer:
         return word.decode("utf-8", "replace").strip()
 
     def _wait(self, number: int, size: int) -> bool:
-        """Whether so many bytes have come on the stream; they have not where it ended before."""
+        """Read until so many bytes have arrived on the stream. False if it ended before."""
         if size > MOST_BYTES:
             raise StreamBroken(f"{size} bytes are more than is waited for")
         while len(self._received[number]) < size:
@@ -167,7 +167,7 @@ class LightPeer:
         return True
 
     def _read(self) -> None:
-        """One frame of yamux."""
+        """Receive one frame of yamux, and acknowledge it."""
         _, kind, flags, number, length = HEAD.unpack(_exactly(self._socket, HEAD.size))
         if kind == DATA:
             data = _exactly(self._socket, length)

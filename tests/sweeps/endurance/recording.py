@@ -1,4 +1,4 @@
-"""What peers say to each other in peace: as it was recorded, and of what the recording has none."""
+"""The frames of honest peers: recorded ones, and plain ones of kinds that the recording does not have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Message = tuple[str, dict[str, Any], bytes]  # kind, header, payload
 
 
 def recorded() -> list[tuple[str, list[Message]]]:
-    """Each recorded stream: its protocol, and what its opener said. Payloads are zeros of the recorded length."""
+    """Each recorded stream: its protocol, and the frames of its opener. Payloads are zeros of the recorded length."""
     streams: list[tuple[str, list[Message]]] = []
     for line in FRAMES.read_text().splitlines():
         if line.startswith("/"):
@@ -40,7 +40,7 @@ def _is_hex(text: str) -> bool:
 
 
 def plain() -> list[tuple[str, list[Message]]]:
-    """What the recording has none of."""
+    """Frames of the kinds that the recording does not have."""
     job, peer = "0" * 64, "12D3KooWPPnhV"
     stop = {"job": job, "time": 1e9, "signature": b"x" * 64}
     hold = {"job": job, "stage": 0, "peer": peer, "term": 2, "yours": True}

@@ -1,8 +1,8 @@
-"""What eight strangers send, as a pure function of a seed: frames of every protocol, and records for the directory.
+"""The traffic of eight strangers, as a pure function of a seed: frames of every protocol, and records for the directory.
 
-Frames begin as recorded ones (tests/runtime/recorded/frames.txt) or as `plain` ones. Each talk names the attacked job and
-peers or those of the recording, and is replayed as it was or changed: values of its headers (types, sizes, nesting, extremes,
-and what hypothesis invents), bytes, lengths. Records are sealed with the strangers' own keys, by none of the publisher's checks.
+Frames are made from recorded ones (tests/runtime/recorded/frames.txt) or `plain` ones. Each talk names the attacked job and
+peers or those of the recording. It is replayed unchanged, or with other header values (types, sizes, nesting, extremes, and
+values of Hypothesis), bytes or lengths. Records are sealed with the strangers' own keys, without the publisher's checks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EXTREMES: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class Talk:
-    """What is written on one stream."""
+    """The frames that are written on one stream."""
 
     protocol: str
     frames: tuple[bytes, ...]
@@ -61,7 +61,7 @@ class Talk:
 
 @dataclass(frozen=True)
 class Sealed:
-    """A record as it is offered to a node; `key` is what it is stored under."""
+    """A record that is offered to a node to be stored under `key`."""
 
     key: str
     subkey: str
@@ -72,7 +72,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Targets:
-    """Of whom the strangers speak."""
+    """The jobs and peers that the traffic names."""
 
     jobs: tuple[JobId, ...]
     owners: tuple[str, ...]
@@ -81,13 +81,13 @@ class Targets:
 
 
 def identity_of(number: int, of_seed: int) -> Identity:
-    """The number-th stranger's key: the same for a seed."""
+    """The key of stranger `number`, the same for the same seed."""
     key = hashlib.sha256(f"stranger {of_seed} {number}".encode()).digest()
     return Identity(Ed25519PrivateKey.from_private_bytes(key), None)
 
 
 def invented(of_seed: int, count: int = INVENTED) -> list[Any]:
-    """Values that msgpack can carry, nested and odd, as hypothesis makes them up."""
+    """Nested and unusual values that msgpack can encode, drawn by Hypothesis."""
     found: list[Any] = []
     simple = (
         st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
@@ -118,7 +118,7 @@ def packed(message: Message) -> bytes:
 
 
 class Traffic:
-    """What one stranger sends: `talk` and `record` by turns, each call the next of its sequence."""
+    """The traffic of one stranger: `talk` and `record`, each call the next of its sequence."""
 
     def __init__(self, of_seed: int, number: int, targets: Targets, values: Sequence[Any]) -> None:
         self.identity = identity_of(number, of_seed)
@@ -156,7 +156,7 @@ class Traffic:
         return Talk(protocol, tuple(frames), f"{protocol} {how} {messages[0][0]} x{len(frames)}")
 
     def record(self, now: float) -> Sealed:
-        """One for the directory; `now` in unix seconds."""
+        """The next record for the directory; `now` in unix seconds."""
         chance = self._chance
         signer = self.identity if chance.random() < 0.8 else chance.choice(self._others)
         record = self._lie(signer)
@@ -216,7 +216,7 @@ class Traffic:
         return Digest(hashlib.sha256(self._chance.randbytes(4)).hexdigest())
 
     def _aimed(self, protocol: str, message: Message) -> Message:
-        """Of the attacked jobs and peers in the place of the recorded ones."""
+        """Replace the recorded jobs and peers by the attacked ones."""
         kind, header, payload = message
         chance = self._chance
         jobs = NOBODYS if self._targets.spared and protocol in RIGHTS else self._targets.jobs
@@ -230,7 +230,7 @@ class Traffic:
         return kind, header, payload
 
     def _changed(self, message: Message) -> bytes:
-        """One value or more, at any depth, is another, is missing or comes again; the kind may be another's."""
+        """Change, remove or repeat one or more values, at any depth; the kind may change too."""
         kind, header, payload = message
         chance = self._chance
         for _ in range(chance.randrange(1, 4)):
@@ -284,7 +284,7 @@ class Traffic:
         return bytes(changed)
 
     def _mislaid(self, frame: bytes) -> bytes:
-        """Lengths in front that are not those of what follows."""
+        """Write length prefixes that differ from the lengths of what follows."""
         head, payload = struct.unpack_from(">IQ", frame)
         lies = (0, 1, head - 1, head + 1, 2**18, 2**18 + 1, 2**32 - 1)
         sizes = (payload, 0, 1, 2**16, 2**16 + 1, 2**20, 2**63, 2**64 - 1)
