@@ -1,4 +1,4 @@
-"""Asked against measured: round trips and TCP goodput of a box, over rates and delays that a swarm sees."""
+"""Compares configured and measured round trips and TCP goodput of a box, at rates and delays that a swarm has."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HEADER = f"{'':24} {'RTT ms':>8} {'found':>8} {'Mbps':>9} {'goodput':>9} {'share
 
 
 def grid(seconds: float, rates: Sequence[float], round_trips: Sequence[float]) -> Iterator[Row]:
-    """Two hosts, each rate with each round trip, the same both ways."""
+    """Measure two hosts at each rate with each round trip, the same both ways."""
     with Box(NetworkSpec(hosts=(Host(name="a"), Host(name="b")))) as box:
         for rate in rates:
             for asked in round_trips:
@@ -54,7 +54,7 @@ def grid(seconds: float, rates: Sequence[float], round_trips: Sequence[float]) -
 
 
 def network(path: Path, seconds: float) -> Iterator[Row]:
-    """Each ordered pair of a swarm file's network, one at a time."""
+    """Measure each ordered pair of a swarm file's network, one at a time."""
     with Box(read_network(path)) as box:
         for a in box.hosts:
             for b in box.hosts:
@@ -74,7 +74,7 @@ def _row(box: Box, a: str, b: str, seconds: float) -> Row:
 
 
 def show(rows: Iterator[Row]) -> bool:
-    """Print rows as they come; whether all passed."""
+    """Print rows as they arrive. Returns whether all passed."""
     print(HEADER)
     passed = True
     for row in rows:

@@ -1,4 +1,4 @@
-"""Network namespaces without a name, a TUN device in each, and the processes that live there. Linux, root.
+"""Network namespaces without names, a TUN device in each, and the processes that live there. Linux, root.
 
 A namespace without a name lives as long as a process or a descriptor holds it: nothing of it can be left behind. What
 runs in one is found by it in /proc.
@@ -43,7 +43,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unavailable() -> str:
-    """Why a box cannot be made here, in one line; empty where it can."""
+    """Why this machine cannot make a box, in one line; empty if it can."""
     if sys.platform != "linux":
         return "a network in a box needs Linux"
     if os.geteuid() != 0:
@@ -59,7 +59,7 @@ def unavailable() -> str:
 
 
 def enter(namespace: int) -> None:
-    """Move the calling thread, and with it what it starts, to the namespace that this descriptor is of."""
+    """Move the calling thread, and all that it starts, to the namespace of this descriptor."""
     if libc.setns(namespace, CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "setns")
 
@@ -106,7 +106,7 @@ def living(namespaces: Collection[int], spared: Collection[int]) -> list[int]:
 
 
 def end(namespaces: Collection[int], spared: Collection[int], grace_seconds: float) -> None:
-    """Ask the processes that live there to end, wait, kill those that do not, until there is none."""
+    """Terminate the processes that live there, wait, and kill those that do not end, until there is none."""
     asked: set[int] = set()
     deadline = time.monotonic() + grace_seconds
     while left := living(namespaces, spared):
@@ -119,12 +119,12 @@ def end(namespaces: Collection[int], spared: Collection[int], grace_seconds: flo
 
 
 def mark(owner: int) -> str:
-    """What MARK says for a box of this process: the number and, as numbers come again, the time of its start."""
+    """The value of MARK for a box of this process: its id and, since ids are reused, its start time."""
     return f"{owner}-{_started(owner)}"
 
 
 def sweep() -> None:
-    """Kill what runs in boxes whose owner is dead: there is something only where their router was killed too."""
+    """Kill processes in boxes whose owner is dead. There are some only if the box's router was killed too."""
     for pid in _pids():
         with suppress(OSError):
             for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -141,7 +141,7 @@ def _mark_now(owner: str) -> str:
 
 
 def _started(pid: int) -> str:
-    """Clock ticks from the start of the system to that of the process. OSError where there is none."""
+    """Clock ticks from the system's start to the process's. OSError if the process does not exist."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 

@@ -1,4 +1,4 @@
-"""When a packet leaves a line that others were put on before it. Arithmetic alone: no clock, no sockets.
+"""When a packet leaves a line on which earlier ones wait. Pure arithmetic: no clock, no sockets.
 
 A packet passes three lines: the uplink of its source (shared by all pairs of that host), the pair's own link, and the
 downlink of its target (shared). The first two it passes at once, bit by bit: what is put on both starts on each as
@@ -14,7 +14,7 @@ from random import Random
 
 @dataclass
 class Line:
-    """`seconds_per_byte` 0 is a line without a limit."""
+    """A line with a rate. `seconds_per_byte` 0 is a line without a limit."""
 
     seconds_per_byte: float
     queue_seconds: float
@@ -24,7 +24,7 @@ class Line:
         return self.free_at - now > self.queue_seconds
 
     def put(self, size: int, starts: float) -> float:
-        """When a packet of `size` bytes has left that could start then; the line is busy until then."""
+        """When a packet of `size` bytes that could start then has left the line, which is busy until that time."""
         if self.seconds_per_byte == 0.0:
             return starts
         self.free_at = max(starts, self.free_at) + size * self.seconds_per_byte
@@ -47,16 +47,16 @@ class Path:
     dropped_packets: int = 0
 
     def burst_bytes(self, seconds: float) -> float:
-        """What the slowest of the three lines carries in so many seconds."""
+        """The bytes that the slowest of the three lines carries in so many seconds."""
         slowest = max(self.up.seconds_per_byte, self.link.seconds_per_byte, self.down.seconds_per_byte)
         return seconds / slowest if slowest else float("inf")
 
     def lost(self) -> bool:
-        """Whether the next packet is lost on the way."""
+        """Whether the next packet is lost."""
         return self.loss > 0.0 and self.chance.random() < self.loss
 
     def depart(self, size: int, now: float) -> tuple[float, float] | None:
-        """When the first and the last byte of a packet that comes now are at the target's downlink; None: dropped."""
+        """When the first and the last byte of a packet that arrives now reach the target's downlink; None: dropped."""
         if self.up.full(now) or self.link.full(now):
             return None
         starts = max(now, self.up.free_at, self.link.free_at)
@@ -65,7 +65,7 @@ class Path:
         return min(starts + self.delay, self.last), self.last
 
     def arrive(self, size: int, first: float, now: float) -> float | None:
-        """When a packet has left the downlink whose last byte is there now and its first was at `first`; None: dropped."""
+        """When a packet leaves the downlink, if its first byte reached it at `first` and its last one now; None: dropped."""
         if self.down.full(now):
             return None
         return max(now, self.down.put(size, first))

@@ -1,4 +1,4 @@
-"""What peers in a box know of their links so many seconds after the last of them joined, against what the links are."""
+"""Compares the links that peers in a box have measured, so many seconds after the last one joined, with the real links."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Pair:
 
     @property
     def fast(self) -> bool:
-        """No figure is promised, only that it is fast."""
+        """Whether the link is so fast that peers report only a lower bound of its rate, which is right."""
         return self.rate == "at least" and (self.measured_mbps or 0.0) <= self.mbps
 
     @property
@@ -79,7 +79,7 @@ class Accuracy:
 
 
 class Watch:
-    """The last thing that each peer printed of its links."""
+    """The last line that each peer printed about its links."""
 
     def __init__(self) -> None:
         self.last: dict[str, dict[str, Any]] = {}
@@ -93,7 +93,7 @@ class Watch:
 
 
 async def start_all(box: Box, fleet: Fleet, watch: Watch) -> dict[str, LocalPeer]:
-    """A peer on every host, the first one the others' way in."""
+    """A peer on every host; the first one is the others' bootstrap peer."""
 
     async def start(host: str, bootstrap: Sequence[str]) -> LocalPeer:
         return await fleet.start_peer(
@@ -108,7 +108,7 @@ async def start_all(box: Box, fleet: Fleet, watch: Watch) -> dict[str, LocalPeer
 
 
 async def accuracy(box: Box, fleet: Fleet, peers: dict[str, LocalPeer], watch: Watch) -> Accuracy:
-    """Every ordered pair as anybody may read it now."""
+    """Every ordered pair, as its record in the directory describes it now."""
     host = box.hosts[0]
     said = await fleet.run(
         "status", "status", "--links", "--home", str(fleet.root / "asker"), "--peer", peers[host].address,

@@ -1,4 +1,4 @@
-"""What measuring links costs peers in a box, idle and while they train, and how soon a cut link is noticed."""
+"""Measures the cost of link measurements for peers in a box, idle and in training, and the time until a cut link is noticed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _bytes(what: str, before: dict[str, dict[str, float]], after: dict[str, dict
 
 
 async def _cut(box: Box, watch: Watch, peers: dict[str, LocalPeer], a: str, b: str) -> float:
-    """Seconds until the sender knows; the link is whole again then."""
+    """The seconds until the sender notices the cut link, which is then restored."""
     whole = box.link(a, b).rate_mbps
     rate = min(whole, box.host(a).up_mbps, box.host(b).down_mbps) / 10
     began = time.monotonic()
@@ -99,7 +99,7 @@ async def _cut(box: Box, watch: Watch, peers: dict[str, LocalPeer], a: str, b: s
 def _idle_pair(
     box: Box, watch: Watch, peers: dict[str, LocalPeer], workers: tuple[str, ...]
 ) -> tuple[str, str]:
-    """One that is measured, and that the training after it does not use."""
+    """A link that is measured and that the training after it does not use."""
     return next(
         (a, b)
         for a in box.hosts

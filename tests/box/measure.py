@@ -1,4 +1,4 @@
-"""Measured between two hosts of a box: round trips and goodput, by `flow.py` on both."""
+"""Measures round trips and goodput between two hosts of a box, with `flow.py` on both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUND_TRIPS = 30
 
 @contextmanager
 def server(box: Box, host: str) -> Iterator[str]:
-    """The port at which `host` echoes and counts."""
+    """The port at which `host` runs the server of `flow.py`."""
     pipe = subprocess.PIPE
     with box.run(host, [*FLOW, "serve", box.address(host)], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -34,8 +34,8 @@ def rtt_ms(box: Box, source: str, target: str, count: int = ROUND_TRIPS) -> floa
 
 
 def goodput_mbps(box: Box, pairs: Sequence[tuple[str, str]], seconds: float) -> float:
-    """What TCP connections, one for each pair and all at the same time, carry together from the first byte to the last
-    at the receivers, slow start included, in megabits a second. They send for so many seconds."""
+    """The total goodput of TCP connections, one for each pair and all at once, in megabits a second. They send for so many
+    seconds; the time is that from the first byte to the last at the receivers, slow start included."""
     with ExitStack() as stack:
         ports = {target: stack.enter_context(server(box, target)) for target in {b for _, b in pairs}}
         senders = [

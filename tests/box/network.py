@@ -31,12 +31,12 @@ STOP_SECONDS = 10.0
 
 
 class BoxError(RuntimeError):
-    """The box could not be made, or its router is gone; one line."""
+    """The box could not be made, or its router has ended; one line."""
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What a path has delivered since the box was made, IP headers included, and what it has dropped or lost."""
+    """The traffic that a path has delivered since the box was made, IP headers included, and dropped or lost."""
 
     bytes: int
     packets: int
@@ -44,7 +44,7 @@ class Carried:
 
 
 class Box:
-    """Use `with`. Entering raises BoxError where the system does not allow it (see `kernel.unavailable`)."""
+    """A network in a box; use `with`. Entering raises BoxError if the system does not allow it (see `kernel.unavailable`)."""
 
     def __init__(self, spec: NetworkSpec) -> None:
         self._hosts = {host.name: host for host in spec.hosts}
@@ -99,7 +99,7 @@ class Box:
         self.close()
 
     def close(self) -> None:
-        """End what runs in the box, and the box. It is done once."""
+        """End the processes in the box, and the box. Further calls do nothing."""
         assert self._router.stdin is not None and self._router.stdout is not None
         self._router.stdin.close()
         with suppress(subprocess.TimeoutExpired):
@@ -120,7 +120,7 @@ class Box:
         return f"/ip4/{self._addresses[host]}/tcp/0"
 
     def prefix(self, host: str) -> tuple[str, ...]:
-        """What stands before a command for it to run on that host."""
+        """The prefix with which a command runs on that host."""
         marked = f"{kernel.MARK}={self._mark}"
         return ("env", marked, "nsenter", f"--net={self._namespace(host)}", "--")
 
@@ -130,7 +130,7 @@ class Box:
 
     @contextmanager
     def entered(self, host: str) -> Iterator[None]:
-        """The calling thread, with the sockets that it opens and what it starts meanwhile, is on that host."""
+        """Put the calling thread, its new sockets and the processes that it starts on that host during the block."""
         back, there = kernel.namespace(), os.open(self._namespace(host), os.O_RDONLY | os.O_CLOEXEC)
         try:
             kernel.enter(there)
@@ -145,14 +145,14 @@ class Box:
     # --- the network
 
     def set_link(self, source: str, target: str, **changes: float) -> None:
-        """Change one direction of a pair from now on: rate_mbps, delay_ms, queue_ms, loss. Packets under way arrive as
-        they would have, and none overtakes one of them."""
+        """Change one direction of a pair from now on: rate_mbps, delay_ms, queue_ms, loss. Packets in flight arrive as before,
+        and no later one overtakes them."""
         link = replace(self._links[source, target], **changes)
         self._ask({"link": [source, target], "is": asdict(link)})
         self._links[source, target] = link
 
     def set_pair(self, a: str, b: str, **changes: float) -> None:
-        """Change both directions of a pair. With loss=1 it is cut, silently: no end hears of it."""
+        """Change both directions of a pair. loss=1 cuts it silently: neither end is notified."""
         self.set_link(a, b, **changes)
         self.set_link(b, a, **changes)
 

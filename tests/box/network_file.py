@@ -14,7 +14,7 @@ NETWORKS = Path(__file__).parent / "networks"
 
 
 def read_network(path: Path) -> NetworkSpec:
-    """Hosts are the file's peers. JobError says in one line which field is wrong."""
+    """The network whose hosts are the file's peers. Raises JobError with one line that names the wrong field."""
     swarm = load(path)
     links = {}
     for ends in permutations((peer.name for peer in swarm.peers), 2):

@@ -1,4 +1,4 @@
-"""Packets as a TUN device with IFF_VNET_HDR hands them over: IPv4 behind a `struct virtio_net_hdr`.
+"""Packets of a TUN device with IFF_VNET_HDR: IPv4 behind a `struct virtio_net_hdr`.
 
 The kernel leaves the cutting of long TCP sends to the device (TSO): up to 64 KiB of payload come as one super-packet
 with one header, to be cut into segments of `gso_size` bytes. On a fast link it goes on as it is, which is what makes
@@ -17,7 +17,7 @@ FIN_PSH, CWR = 0x09, 0x80
 
 
 def target(packet: bytes) -> bytes | None:
-    """The IPv4 address that a packet is for; None for anything else than IPv4."""
+    """The destination address of an IPv4 packet; None for other packets."""
     return packet[IP + 16 : IP + 20] if packet[IP] >> 4 == 4 else None
 
 
@@ -30,7 +30,7 @@ def segments(packet: bytes) -> int:
 
 
 def wire_bytes(packet: bytes) -> int:
-    """IP bytes that it is on the wire, where each segment has a header of its own."""
+    """The IP bytes of a packet on the wire, where each segment has a header of its own."""
     size = len(packet) - IP
     count = segments(packet)
     return size if count == 1 else size + (count - 1) * _header_bytes(packet)
@@ -66,7 +66,7 @@ def part(packet: bytes, begin: int, end: int) -> bytes:
 
 
 def _header_bytes(packet: bytes) -> int:
-    """Of IP and TCP, in a super-packet."""
+    """The bytes of the IP and TCP headers of a super-packet."""
     tcp = (packet[IP] & 15) * 4
     return tcp + (packet[IP + tcp + 12] >> 4) * 4
 

@@ -51,8 +51,8 @@ class Port:
 
 
 class Router:
-    """Every ordered pair has a path, without limits until `set_link`. Raises OSError or CalledProcessError where the
-    system does not let us make what is needed."""
+    """The router. Every ordered pair has a path, without limits until `set_link`. Raises OSError or CalledProcessError if the
+    system does not allow the namespaces and devices."""
 
     def __init__(self, hosts: list[Host], addresses: list[str], prefix: int, seed: int) -> None:
         home = kernel.namespace()
@@ -77,7 +77,7 @@ class Router:
         self._order = itertools.count()
 
     def set_host(self, host: Host) -> None:
-        """What already waits leaves as it would have."""
+        """Change a host's two shared lines; packets that already wait leave as before."""
         i = self._number[host.name]
         for line, rate in ((self._ups[i], host.up_mbps), (self._downs[i], host.down_mbps)):
             line.seconds_per_byte, line.queue_seconds = MBIT_PER_BYTE / rate, host.queue_ms / 1e3
@@ -95,7 +95,7 @@ class Router:
         return {"bytes": path.carried_bytes, "packets": path.carried_packets, "dropped": path.dropped_packets}
 
     def step(self, others: list[int], longest: float | None) -> list[int]:
-        """Wait for a packet, a packet that is due, or one of the other descriptors; those of them that are ready."""
+        """Wait for a packet, a packet that is due, or one of the other descriptors. Returns the ready ones of these."""
         timeout = longest
         if self._under_way:
             due = max(0.0, self._under_way[0][0] - time.monotonic())
@@ -121,7 +121,7 @@ class Router:
                 self._send(self._paths[source, target], target, taken)
 
     def _send(self, path: Path, target: int, taken: bytes) -> None:
-        """Put a packet on its way: whole, or in parts where the line is slow or a segment of it is lost."""
+        """Send a packet: whole, or in parts if the line is slow or a segment is lost."""
         now = time.monotonic()
         count = packet.segments(taken)
         at_once = max(1.0, path.burst_bytes(BURST_SECONDS) * count / packet.wire_bytes(taken))
@@ -167,7 +167,7 @@ class Router:
 
 
 def obey(router: Router, order: Record) -> Record:
-    """Carry out an order; the answer to it."""
+    """Carry out an order, and return the reply."""
     match order:
         case {"link": [source, target], "is": values}:
             router.set_link(source, target, Link(**values))
@@ -203,8 +203,8 @@ def main() -> int:
 
 
 def serve(router: Router, orders: FileIO, owner: int, owner_pid: int) -> None:
-    """Carry packets and obey, until there is nobody to obey and nothing left in the namespaces. `owner` is a descriptor
-    that can be read once the owner has ended."""
+    """Carry packets and orders, until the owner has ended and no process is left in the namespaces. `owner` is a descriptor that
+    is readable once the owner has ended."""
     heard = b""
     while True:
         ready = router.step([orders.fileno(), owner], None)

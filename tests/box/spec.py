@@ -1,4 +1,4 @@
-"""What network a box is: hosts with an uplink and a downlink that all their pairs share, and a link for each ordered pair."""
+"""The network of a box: hosts with an uplink and a downlink that all their pairs share, and a link for each ordered pair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUEUE_MS = 50.0  # where a file does not say
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """`queue_ms` is the longest that a packet waits at each of the host's two shared lines."""
+    """A host. `queue_ms` is the longest time that a packet waits at each of the host's two shared lines."""
 
     name: str
     up_mbps: float = math.inf
@@ -24,8 +24,8 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One direction of a pair. `rate_mbps` counts IP packets, headers included; `loss` is the chance that a packet of
-    MTU size or less is lost, 1 cuts the link; what would wait longer than `queue_ms` is dropped."""
+    """One direction of a pair. `rate_mbps` counts IP packets, headers included. `loss` is the chance that a packet of MTU size
+    or less is lost; 1 cuts the link. A packet that would wait longer than `queue_ms` is dropped."""
 
     rate_mbps: float = math.inf
     delay_ms: float = 0.0
@@ -42,7 +42,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSpec:
-    """Pairs without a link of their own have `default` both ways. `seed` decides which packets are lost."""
+    """A network. Pairs without a link of their own have `default` both ways. `seed` decides which packets are lost."""
 
     hosts: tuple[Host, ...]
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict)

@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def tried(family: str, seconds: int, memory_bytes: int) -> dict[str, Any]:
-    """The outcome, as a child process finds it: whatever it does, it cannot stop the others."""
+    """The outcome of a family, from a child process, so that a crash does not affect the others."""
     directory = Path(tempfile.mkdtemp(prefix="fusion-family-"))
     answer = directory / "outcome.json"
     started = time.monotonic()

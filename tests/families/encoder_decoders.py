@@ -1,5 +1,5 @@
-"""The trial of a family that reads a source (T5, BART, Whisper): the same small model, saved, opened and cut in three, whose
-encoder runs once for a session, against `generate()` and the logits of the whole sequence."""
+"""The trial of an encoder-decoder (T5, BART, Whisper): a small model, saved, opened and cut into three stages, whose encoder runs
+once for a session, against `generate()` and the logits of the whole sequence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ READS = " (reads a source)"  # behind the name of a family, in results and on th
 
 
 def families() -> list[str]:
-    """Those that transformers has as a text or as speech in, text out, and whose configuration says that they have an encoder."""
+    """The families of transformers that turn text or speech into text and have an encoder according to their configuration."""
     names = {
         *modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         *modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
@@ -49,7 +49,7 @@ def _has_encoder(name: str) -> bool:
 
 
 def outcome(family: str, directory: Path) -> Outcome:
-    """As `families.trial.outcome`."""
+    """The outcome of a family, as of `families.trial.outcome`."""
     name = family.removesuffix(READS)
     try:
         config = tiny(transformers.CONFIG_MAPPING[name], name)
@@ -107,7 +107,7 @@ def _wanted(model: Any, name: str, given: torch.Tensor, tokens: torch.Tensor) ->
 def _compared(
     theirs: Any, ours: LanguageModel, source: SourceConfig, graph: Graph, start: int
 ) -> tuple[float, int, str]:
-    """The largest error over sources of several lengths, how much the longest answer varies, and the first answer that is another."""
+    """The largest error over sources of several lengths, how much the longest answer varies, and the first wrong answer."""
     cuts = sorted(random.Random(0).sample(range(1, len(graph.nodes)), 2))
     stages = [TorchDecodingStage(s, ours.read(s.graph.variables)) for s in split(graph, cuts)]
     worst, most, differs = 0.0, 0, ""

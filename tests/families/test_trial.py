@@ -1,4 +1,4 @@
-"""The trial of a family finds what is wrong, and the page says what the trials found."""
+"""The trial of a family finds wrong answers, and the page shows the outcomes of the trials."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def tiny(config_class: Any, family: str = "") -> Any:
-    """An instance of a configuration class of transformers, small. Whatever the class refuses with goes through."""
+    """A small instance of a configuration class of transformers. Exceptions of the class are not caught."""
     found = _small(config_class, family)
     return config_class(**{**found, **TIED.get(family, {})})
 

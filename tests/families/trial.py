@@ -60,13 +60,13 @@ class Outcome:
 
 
 def of_text() -> list[str]:
-    """Those that transformers has as models of text, but for those of which it knows no directory that does not see."""
+    """The text families of transformers, without those whose directories are always those of a model with images."""
     seeing = {name.removesuffix(SEES) for name in that_see()}
     return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - seeing)
 
 
 def that_see() -> list[str]:
-    """Those that transformers has as images and a text in, text out, and whose part for text is none of its models of text."""
+    """The families of transformers that turn images and text into text, and whose text part is none of its text families."""
     found = sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     return [f"{name}{SEES}" for name in found if not _text_alone(name)]
 
@@ -79,7 +79,7 @@ def _text_alone(name: str) -> bool:
 
 
 def outcome(family: str, directory: Path) -> Outcome:
-    """Everything that can go wrong with our part is in the outcome; an exception that is not foreseen is "wrong"."""
+    """Try a family. All errors of our code are in the outcome; an unexpected exception counts as "wrong"."""
     name = family.removesuffix(SEES)
     kind = transformers.AutoModelForCausalLM if name == family else transformers.AutoModelForImageTextToText
     try:
@@ -168,7 +168,7 @@ def written(config: Any, kind: Any, directory: Path) -> None:
 
 
 def rewritten(captured: Graph, longest: int) -> tuple[Graph, Literal["cached", "recomputed"], str]:
-    """As `prepare_serving` does it."""
+    """The graph, rewritten for serving as `prepare_serving` does, whether it is cached, and if not the reason."""
     try:
         return serving_graph(captured, cache="kv", maximum_sequence=longest), "cached", ""
     except UnsupportedModel as why:
@@ -192,8 +192,8 @@ def wanted(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def compared(
     theirs: Any, ours: LanguageModel, graph: Graph, served: Literal["cached", "recomputed"]
 ) -> tuple[float, int, str, list[tuple[int, torch.Tensor]]]:
-    """The largest error over all prompts, how much the longest answer varies, the first answer that is another one, and each
-    prompt's length and text."""
+    """The largest error over all prompts, how much the longest answer varies, the first wrong answer, and each prompt's length
+    and text."""
     cuts = sorted(random.Random(0).sample(range(1, len(graph.nodes)), 2))
     stages = [TorchDecodingStage(s, ours.read(s.graph.variables)) for s in split(graph, cuts)]
     draw = torch.Generator().manual_seed(2)
@@ -217,7 +217,7 @@ def compared(
 
 
 def generated(model: Any, prompt: torch.Tensor, new: int) -> tuple[list[int], torch.Tensor]:
-    """What `generate()` answers, and the logits (new, vocabulary) after the prompt and each of these tokens but the last."""
+    """The answer of `generate()`, and the logits (new, vocabulary) after the prompt and each of its tokens but the last."""
     with torch.inference_mode():
         whole = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, min_new_tokens=new, do_sample=False,
@@ -232,7 +232,7 @@ def generated(model: Any, prompt: torch.Tensor, new: int) -> tuple[list[int], to
 def decoded(
     stages: list[TorchDecodingStage], prompt: torch.Tensor, answer: list[int], served: str
 ) -> torch.Tensor:
-    """Logits (new, vocabulary) of the stages, which are told the tokens of `answer` one after the other."""
+    """The logits (new, vocabulary) of the stages, which get the tokens of `answer` one after the other."""
     for stage in stages:
         stage.close("s")
         stage.open("s", POSITIONS)
@@ -258,6 +258,6 @@ def run(stages: list[TorchDecodingStage], start: int, tokens: torch.Tensor) -> t
 
 
 def line(error: BaseException) -> str:
-    """Its first line that says something."""
+    """The first line of the message that is not empty."""
     lines = [text.strip() for text in str(error).splitlines() if text.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
