@@ -19,7 +19,7 @@ Monomial = tuple[str, ...]  # sorted symbol names; () is the constant term
 # Terms of a product before they are collected: the dimensions in a hostile graph could multiply to a hundred million.
 MAX_PRODUCTS = 1 << 10
 
-_BLOCKS = re.compile(r"([a-z][a-z0-9_]*)_([0-9]{1,9})_over_([1-9][0-9]{0,8})")
+_BLOCKS = re.compile(r"([a-z][a-z0-9_]*?)(?:_times_([1-9][0-9]{0,8}))?_([0-9]{1,9})_over_([1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True)
@@ -85,22 +85,28 @@ def symbol(name: str) -> Poly:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A symbol that is ceil((of + more) / length): the blocks of `length` that hold the size `of` and `more` elements."""
+    """A symbol that is ceil((times * of + more) / length): the blocks of `length` that hold `times` times the size `of` and `more` elements."""
 
     of: str
     more: int
     length: int
+    times: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.of}_{self.more}_over_{self.length}"
+        times = "" if self.times == 1 else f"_times_{self.times}"
+        return f"{self.of}{times}_{self.more}_over_{self.length}"
+
+    def count(self, size: int) -> int:
+        """The number of blocks if the size `of` is `size`."""
+        return -(-(self.times * size + self.more) // self.length)
 
 
 @lru_cache(1024)
 def blocks(name: str) -> Blocks | None:
     """The blocks that a symbol of this name counts; None for a plain size."""
     match = _BLOCKS.fullmatch(name)
-    return None if match is None else Blocks(match[1], int(match[2]), int(match[3]))
+    return None if match is None else Blocks(match[1], int(match[3]), int(match[4]), int(match[2] or 1))
 
 
 def symbols_of(dim: Dim) -> frozenset[str]:
@@ -130,7 +136,7 @@ def bind(dim: Dim, sizes: Mapping[str, int]) -> int:
 
 def _size(name: str, sizes: Mapping[str, int]) -> int:
     counted = blocks(name)
-    return sizes[name] if counted is None else -(-(sizes[counted.of] + counted.more) // counted.length)
+    return sizes[name] if counted is None else counted.count(sizes[counted.of])
 
 
 def bind_upper_bound(dim: Dim, sizes: Mapping[str, int]) -> int:

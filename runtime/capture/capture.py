@@ -154,14 +154,16 @@ def capture_module(
     with reuse_masks():
         with no_size_texts():
             try:
-                graph = module_graph(module, exported, example, dims, mode, loss_names, keeps=mode)
+                with exported.samples.answering_model(exported):
+                    graph = module_graph(module, exported, example, dims, mode, loss_names, keeps=mode)
             except SizeFixedError as error:
                 # One less than two samples is a single one, which torch treats otherwise.
                 larger = {name: value[torch.arange(MORE) % value.shape[0]] for name, value in example.items()}
                 exported = hollow()
                 exported.record_calls()
                 try:
-                    graph = module_graph(module, exported, larger, dims, mode, loss_names, keeps=mode)
+                    with exported.samples.answering_model(exported):
+                        graph = module_graph(module, exported, larger, dims, mode, loss_names, keeps=mode)
                 except CaptureError:
                     raise error from None
         with warnings.catch_warnings(), patched_torch(eager):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fusion.runtime.capture.exporting.blocks import SourceLength
+from fusion.runtime.capture.exporting.blocks import BatchSize, SourceLength
 from fusion.runtime.capture.exporting.masked_rows import require_no_masked_rows
 from fusion.runtime.capture.exporting.one_sample import Calls
 from fusion.runtime.capture.exporting.size_masks import begin_run
@@ -115,6 +115,7 @@ class AnyModule(nn.Module):
         self.loss = loss
         self.module_inputs, self.loss_inputs = module_inputs, loss_inputs
         self.calls: Calls | None = None  # of the last run, if they are recorded
+        self.samples = BatchSize()
 
     def record_calls(self) -> None:
         self.calls = Calls()
@@ -128,6 +129,7 @@ class AnyModule(nn.Module):
 
     def _run(self, values: Sequence[torch.Tensor]) -> Any:
         begin_run()
+        self.samples.set_from(values[0].shape[0])
         # torch has a symbol for the batch of each input until they are compared.
         if any(each.shape[0] != values[0].shape[0] for each in values[1:]):
             raise CaptureError("the inputs are of several numbers of samples")

@@ -26,7 +26,7 @@ EXPORT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionE
 
 _MIN_SAMPLES = 3  # one less is still not a single one
 _SIZE_REMEDY = "no loop over it there, and no number made of it"
-_BATCH_REMEDY = "no loop over it there, no number made of it (int, round), and no part of it (n // 2: give each part as an array of the data)"
+_BATCH_REMEDY = "no loop over it there, no pieces of which there may be more or fewer (split, max(1, n // 4)), and no number of it that whole numbers do not give (int(0.7 * n): write 7 * n // 10)"
 
 
 class SizeFixedError(CaptureError):
@@ -105,7 +105,10 @@ def _export_once(
                     f"the model does not leave {size} free{fixed.line}: {_BATCH_REMEDY if violated[1] == 'batch' else _SIZE_REMEDY}",
                     certain=fixed.certain,
                 ) from error
+            message = first_line(error)
+            if all(where.keys() == {0} for where in dims):  # only the batch is free
+                message = re.sub(r"\bs\d+\b", "batch", message)
             raise CaptureError(
-                f"torch.export cannot capture the model{line_of_error(error)}: {first_line(error)}"
+                f"torch.export cannot capture the model{line_of_error(error)}: {message}"
             ) from error
     return exported

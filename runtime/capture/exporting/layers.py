@@ -48,13 +48,19 @@ def adaptive_max_pool(n: int) -> Callable[[Any], Callable[..., Any]]:
 
 
 def chunk(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Splits a free size into chunks if it is provably divisible by their number: (2 * batch) in two."""
+    """Splits a free size into chunks if it is provably divisible by their number, (2 * batch) in two, or if there are two: the first is the larger
+    one. Only a size of 1 has a single chunk."""
 
     def run(input: Tensor, chunks: int, dim: int = 0) -> Any:
         size = input.shape[dim]
-        if isinstance(size, int) or chunks < 1 or not statically_known_true(size % chunks == 0):
+        if isinstance(size, int) or chunks < 1:
             return original(input, chunks, dim)
-        return _equal_pieces(input, size // chunks, chunks, dim)
+        if statically_known_true(size % chunks == 0):
+            return _equal_pieces(input, size // chunks, chunks, dim)
+        if chunks != 2:
+            return original(input, chunks, dim)
+        first: Any = (size + 1) // 2
+        return input.narrow(dim, 0, first), input.narrow(dim, first, size - first)
 
     return run
 

@@ -24,8 +24,12 @@ _TORCH = str(Path(torch.__file__).parent)
 _SHAPE_CODE = tuple(
     str(Path(_TORCH, name)) for name in ("_decomp", "_refs", "_prims", "_subclasses", "_meta_registrations")
 )
+_SIZE_CODE = tuple(
+    str(Path(_TORCH, name)) for name in ("__init__.py", "fx", "utils", "_export", "overrides.py")
+)
 _LAYERS = str(Path(_TORCH, "nn", "modules"))
 _CAPTURE = str(Path(__file__).parents[1])
+_EXPORT = str(Path(__file__).with_name("export.py"))
 _STDLIB = str(Path(logging.__file__).parents[1])
 _TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"
@@ -70,6 +74,21 @@ def is_called_by_model() -> bool | None:
             return None
         frame = frame.f_back
     return None if frame is None or frame.f_code.co_filename.startswith(_CAPTURE) else True
+
+
+def is_asked_by_model(*, past_capture: bool = False) -> bool:
+    """Whether a line of the model's code, rather than an operator that it calls, asks the question about sizes that torch answers in the caller's
+    frame. `past_capture`: also through functions of ours that replace those of torch."""
+    between = (*_SIZE_CODE, _CAPTURE) if past_capture else _SIZE_CODE
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_code.co_filename.startswith(between):
+        frame = frame.f_back
+    return frame is not None and is_model_code(frame.f_code.co_filename)
+
+
+def is_model_code(file: str) -> bool:
+    """Whether the file is neither torch's, Python's nor ours."""
+    return not _is_library(file) and not file.startswith(_CAPTURE)
 
 
 def line_of_frame(frame: FrameType) -> str:
@@ -156,7 +175,8 @@ def _innermost(lines: list[tuple[str, int]]) -> str:
     in place of torch's."""
     lines = list(lines)
     while lines and (lines[-1][0].startswith(_CAPTURE) or _is_library(lines[-1][0])):
-        lines.pop()
+        if lines.pop()[0] == _EXPORT:  # torch itself asks, outside the model's run
+            return ""
     runner = max((i for i, (file, _) in enumerate(lines) if file.startswith(_CAPTURE)), default=-1)
     for file, number in reversed(lines[runner + 1 :]):
         if not _is_library(file):

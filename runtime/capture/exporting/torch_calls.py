@@ -29,6 +29,7 @@ from fusion.runtime.capture.exporting import (
     sorted_experts,
     topk_masks,
 )
+from fusion.runtime.capture.exporting.blocks import batch_choice
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
 
@@ -81,6 +82,9 @@ def _provable_choice(first: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
     def patch(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def choose(a: Any, b: Any) -> Any:
             if isinstance(a, (int, torch.SymInt)) and isinstance(b, (int, torch.SymInt)):
+                known = batch_choice(first, a, b)
+                if known is not None:
+                    return known
                 if statically_known_true(first(a, b)):
                     return a
                 if statically_known_true(first(b, a)):

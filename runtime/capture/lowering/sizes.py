@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import sympy
@@ -16,6 +18,7 @@ from fusion.dag.ir.dims import Blocks, Dim, blocks, poly
 from fusion.dag.ir.graph import DTYPE_BYTES, TensorType
 from fusion.runtime.job.errors import CaptureError
 
+_COUNTED = (SOURCE, "batch")  # sizes whose blocks a graph may count
 _DTYPES = {getattr(torch, name): name for name in DTYPE_BYTES}
 
 
@@ -24,7 +27,6 @@ class Sizes:
 
     def __init__(self, symbols: Mapping[str, str]) -> None:
         self._symbols = dict(symbols)
-        self._source = next((own for own, name in symbols.items() if name == SOURCE), None)
 
     @property
     def counted(self) -> tuple[str, ...]:
@@ -64,7 +66,7 @@ class Sizes:
             ) from None
 
     def _without_quotients(self, expression: Any) -> Any:
-        """The same number with block counts in place of quotients and remainders of the source length."""
+        """The same number with block counts in place of quotients and remainders of a free size."""
         if not expression.has(FloorDiv, Mod, PythonMod):
             return expression
         args = [self._without_quotients(arg) for arg in expression.args]
@@ -76,7 +78,7 @@ class Sizes:
         return quotient if isinstance(expression, FloorDiv) else args[0] - args[1] * quotient
 
     def _quotient(self, dividend: Any, divisor: Any) -> Any:
-        """The quotient of a sum whose terms are multiples of the divisor, a number, and at most one source length or block count; else None."""
+        """The quotient of a sum whose terms are multiples of the divisor, a number, and at most one free size or block count; else None."""
         if not divisor.is_Integer:
             ratio = sympy.cancel(dividend / divisor)
             return ratio if ratio.is_polynomial() else None
@@ -92,23 +94,28 @@ class Sizes:
         if not rest:
             return exact
         (term, coefficient), *more = rest
-        block = blocks(self._symbols.get(str(term), ""))
-        if more or (block is None and str(term) != self._source):
+        name = self._symbols.get(str(term), "")
+        block = blocks(name)
+        if more or (block is None and name not in _COUNTED):
             return None
-        if coefficient == 1:  # a count of longer blocks
-            length = block.length if block else 1
-            before = (block.more + length - 1 if block else 0) + length * offset + 1
-            return exact + self._block_count(before, length * int(divisor)) - 1
-        if coefficient == divisor - 1 and block is None:
-            return exact + term - self._block_count(-offset, int(divisor))
-        return None
+        times, divisor = int(coefficient), int(divisor)
+        if block is not None:
+            if times != 1:
+                return None
+            before = block.more + block.length * (offset + 1)
+            return exact + self._block_count(replace(block, more=before, length=block.length * divisor)) - 1
+        if 1 < times == divisor - 1:
+            return exact + term - self._block_count(Blocks(name, -offset, divisor))
+        shared = gcd(times, divisor)
+        rounded = Blocks(name, offset // shared + 1, divisor // shared, times // shared)
+        return exact + self._block_count(rounded) - 1
 
-    def _block_count(self, more: int, length: int) -> Any:
-        """How many blocks of this length hold the source and `more` positions."""
-        whole, rest = divmod(more, length)
-        symbol = sympy.Symbol(f"{self._source}_{rest}_{length}", integer=True, positive=True)
-        self._symbols[str(symbol)] = Blocks(SOURCE, rest, length).name
-        return symbol + whole
+    def _block_count(self, block: Blocks) -> Any:
+        """The count as a symbol and a number; the symbol's `more` is less than its length."""
+        whole, rest = divmod(block.more, block.length)
+        name = replace(block, more=rest).name
+        self._symbols[name] = name
+        return sympy.Symbol(name, integer=True, positive=True) + whole
 
     def type_of(self, value: Any) -> TensorType:
         """The type of an exported operator's result."""

@@ -42,13 +42,20 @@ def require_same_values(
             expected = run()
         except Exception:  # it cannot run with these samples; the capture reports that better
             return
-        results = program.run([example[name] for name in program.inputs], variables, None)
+        try:
+            results = program.run([example[name] for name in program.inputs], variables, None)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise CaptureError(
+                f"the graph of the model cannot be run with {_samples_text(samples)}: {error}"
+            ) from error
     for result, wanted in zip(results, expected, strict=False):
+        if samples == 1:  # its dimension may be gone (squeeze)
+            result, wanted = result.flatten(), wanted.flatten()
         if not _is_near(result, wanted):
             mode = "in training" if training else "in evaluation"
             raise CaptureError(
-                f"the graph of the model gives {_text_of(result)} for the first samples, {mode}, and the model itself {_text_of(wanted)}: its code does "
-                "otherwise while it is captured than when it runs"
+                f"the graph of the model gives {_text_of(result)} for {_samples_text(samples)}, {mode}, and the model itself {_text_of(wanted)}: its code does "
+                f"otherwise {'with one sample than with several' if samples == 1 else 'while it is captured than when it runs'}"
             )
 
 
@@ -88,6 +95,10 @@ def _is_near(result: Tensor, expected: Tensor) -> bool:
         return True  # integers come from comparisons, which rounding may decide
     difference, size = (result.double() - expected.double()).norm(), expected.double().norm()
     return bool(difference <= _TOLERANCE * size + 1e-6)
+
+
+def _samples_text(samples: int) -> str:
+    return "the first sample alone" if samples == 1 else "the first samples"
 
 
 def _text_of(value: Tensor) -> str:

@@ -129,13 +129,14 @@ class PythonModel:
         values: Mapping[str, torch.Tensor],
         example: Mapping[str, torch.Tensor],
     ) -> None:
-        """CaptureError where a graph returns other values than the file's code on these samples."""
+        """CaptureError where a graph returns other values than the file's code on these samples, or on the first of them alone."""
+        samples = dict(example)
 
         def result() -> Any:
-            return self.module(**{name: example[name] for name in self._module_inputs})
+            return self.module(**{name: samples[name] for name in self._module_inputs})
 
         def loss() -> Sequence[torch.Tensor]:
-            return (total(result(), *(example[name] for name in self._loss_inputs)),)
+            return (total(result(), *(samples[name] for name in self._loss_inputs)),)
 
         def outputs() -> Sequence[torch.Tensor]:
             return tuple(_named_outputs(result()).values())
@@ -146,9 +147,12 @@ class PythonModel:
             (training, in_evaluation, loss, False),
             (inference, inference, outputs, False),
         ):
-            if graph is not None and captured is not None and not draws(captured):
+            if graph is None or captured is None or draws(captured):
+                continue
+            for count in (None, 1):
+                samples.update((name, each[:count]) for name, each in example.items())
                 with self._file.running(), restored_after(both, mode):
-                    require_same_values(graph, values, example, run, training=mode)
+                    require_same_values(graph, values, samples, run, training=mode)
 
     def _check_loss(self, graph: Graph) -> None:
         (loss,) = (graph.types[ref] for ref in graph.outputs)

@@ -13,6 +13,7 @@ from fusion.dag.ir.dims import (
     Poly,
     bind,
     bind_upper_bound,
+    blocks,
     named_symbols,
     poly,
     size,
@@ -76,9 +77,12 @@ def test_size_and_words() -> None:
 
 def test_blocks_follow_from_the_size_that_they_hold() -> None:
     whole, begun = Blocks("source", 0, 16).name, Blocks("source", 1, 16).name
+    part = Blocks("source", 2, 10, 7).name
     for length, held, with_one_more in ((1, 1, 1), (15, 1, 1), (16, 1, 2), (17, 2, 2), (32, 2, 3)):
         assert bind(symbol(whole) * 16 - symbol("source"), {"source": length}) == 16 * held - length
         assert bind(symbol(begun), {"source": length, begun: 5}) == with_one_more
+        assert bind(symbol(part), {"source": length}) == -(-(7 * length + 2) // 10)
+    assert symbols_of(symbol(part)) == {"source"} and blocks(part) == Blocks("source", 2, 10, 7)
     assert symbols_of(symbol(whole) + symbol("batch")) == {"source", "batch"}
     assert named_symbols(symbol(whole) + 1) == {whole}
     with pytest.raises(GraphError, match="source"):

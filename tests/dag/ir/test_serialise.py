@@ -380,6 +380,10 @@ INVALID: dict[str, tuple[Callable[[Graph], Graph], str]] = {
         lambda g: replace(g, symbols=("batch", "sequence", "batch_00_over_4")),
         "counts blocks of what is no symbol",
     ),
+    "blocks of a size taken once": (
+        lambda g: replace(g, symbols=("batch", "sequence", "batch_times_1_0_over_4")),
+        "counts blocks of what is no symbol",
+    ),
     "many symbols": (lambda g: replace(g, symbols=tuple(f"s{i}" for i in range(9))), "symbols"),
     "a variable that no machine holds": (with_variable(type=float_type(2**37)), "elements"),
     "a variable of no fixed size": (with_variable(type=float_type(BATCH, 8)), "variable"),

@@ -64,6 +64,14 @@ def test_what_only_its_numbers_show_is_refused(tmp_path: Path, forward: str, mod
         capture(tmp_path, forward, evaluated=mode == "in evaluation")
 
 
+def test_a_size_that_is_another_one_for_one_sample_is_refused(tmp_path: Path) -> None:
+    text = "if x.shape[0] > 1:\n    k = x.shape[0] - 1\nelse:\n    k = 1\nh = h + h[:k].sum(0)"
+    with pytest.raises(
+        CaptureError, match=r"for the first sample alone, in evaluation, .*otherwise with one sample"
+    ):
+        capture(tmp_path, text)
+
+
 def test_a_model_that_was_run_for_it_is_as_it_was(tmp_path: Path) -> None:
     model, graphs = capture(
         tmp_path, "if self.training:\n    with torch.no_grad():\n        self.seen.lerp_(h.mean(0), 0.1)"
