@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import re
 import warnings
 from typing import Any
@@ -75,8 +76,9 @@ def _export_once(
         except CaptureError:
             raise
         except GuardOnDataDependentSymNode as error:
+            line = line_of_error(error)
             raise CaptureError(
-                f"the model's code decides by values of tensors{line_of_error(error)}: use torch.where or a mask there"
+                f"the model's code decides by values of tensors{line}: use torch.where or a mask there{_any_rows_remedy(line)}"
             ) from error
         except EXPORT_ERRORS as error:
             if "fake tensor in the exported program constant" in str(error):
@@ -112,3 +114,12 @@ def _export_once(
                 f"torch.export cannot capture the model{line_of_error(error)}: {message}"
             ) from error
     return exported
+
+
+def _any_rows_remedy(line: str) -> str:
+    """The remedy for a test of whether any rows are chosen, if the line of the model's code, ", at FILE:LINE", has one; else empty."""
+    place = re.search(r"at (.+):(\d+)$", line)
+    test = re.compile(r"\bif\b.*(\.(any|numel|sum|size)\(|\blen\(|\.shape\[0\])")
+    if place is None or not test.search(linecache.getline(place[1], int(place[2]))):
+        return ""
+    return "; a test of whether any rows are chosen can be left out, as layers of none give none"
