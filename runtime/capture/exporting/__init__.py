@@ -4,9 +4,9 @@ export            a module through torch.export
 tensors           the tensors of a module by name, and a copy without their values
 model_code        the line of the model's code that a message is about
 random_draws      a model's random numbers, made of dropout masks
-blocks            a source length that is padded to whole blocks
+blocks            quotients of sizes: a source length padded to whole blocks, parts of the batch
 size_masks        boolean masks that depend on sizes alone
-masked_rows       rows that a mask selects, in a number that depends on data
+masked_rows       rows that a mask selects, or its indices look up, in a number that depends on data
 ctc               the loss of connectionist temporal classification, step by step
 state             refuses state that a model keeps from run to run
 one_sample        refuses models that treat one sample, or being exported, otherwise

@@ -68,6 +68,28 @@ class MaskedRows:
         return self.shape if dim is None else self.shape[dim]
 
 
+class _LeadingOne:
+    """MaskedRows behind a dimension of one, `x[None, indices]`, which code removes with its next reshape. CaptureError for anything else."""
+
+    def __init__(self, masked: MaskedRows) -> None:
+        self._masked = masked
+
+    def reshape(self, *shape: Any) -> MaskedRows:
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if tuple(sizes) != (-1, *self._masked.rows.shape[1:]):
+            raise CaptureError(f"{OF_DATA}{line_of_caller()}")
+        return self._masked
+
+    view = reshape
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise CaptureError(f"{OF_DATA}{line_of_caller()}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise CaptureError(f"{OF_DATA}{line_of_caller()}")
+
+
 def require_no_masked_rows(outputs: Any) -> Any:
     """The outputs of a model as they are. CaptureError where one is MaskedRows: its size depends on data."""
     for each in tree_leaves(outputs):
@@ -76,10 +98,74 @@ def require_no_masked_rows(outputs: Any) -> Any:
     return outputs
 
 
+def where(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(condition: Tensor, *values: Any, **named: Any) -> Any:
+        return original(condition, *values, **named) if values or named else _true_indices(condition)
+
+    return run
+
+
+def nonzero(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(input: Tensor, *, out: Any = None, as_tuple: bool = False) -> Any:
+        if out is not None or input.dim() == 0:
+            return original(input, out=out, as_tuple=as_tuple)
+        indices = _true_indices(input)
+        return indices if as_tuple else torch.stack(indices, 1)
+
+    return run
+
+
+def _true_indices(tensor: Tensor) -> tuple[Any, ...]:
+    """The indices of the elements that are not zero, for each dimension: tensors if their number follows from sizes, else MaskedRows."""
+    mask = tensor if tensor.dtype == torch.bool else tensor != 0
+    selected, flat = selected_indices(mask), mask.flatten()
+    indices, rest = [], torch.arange(flat.shape[0]) if selected is None else selected
+    for size in reversed(mask.shape):
+        indices.append(rest % size)
+        rest = rest // size
+    return tuple(each if selected is not None else _select(each, flat) for each in reversed(indices))
+
+
+def index_add(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Adds zeros for rows that are not selected."""
+
+    def run(self: Tensor, dim: int, index: Any, source: Any, **named: Any) -> Tensor:
+        if not isinstance(index, MaskedRows):
+            return original(self, dim, index, source, **named)
+        if dim != 0 or not isinstance(source, MaskedRows) or not _same_mask(index.mask, source.mask):
+            raise CaptureError(f"{OF_DATA}{line_of_caller()}")
+        rows = source.rows
+        summands = torch.where(_aligned_rows(source.mask, rows), rows, torch.zeros_like(rows))
+        return original(self, 0, index.rows, summands, **named)
+
+    return run
+
+
+def _is_lookup(key: Any) -> bool:
+    """Whether a key begins with indices that a mask selects, so that it looks up one row for each."""
+    first, *others = key if isinstance(key, tuple) else (key,)
+    if not isinstance(first, MaskedRows) or first.rows.dtype != torch.int64:
+        return False
+    indices = [each for each in others if not (each is None or each is ... or type(each) in (int, slice))]
+    return all(
+        isinstance(each, MaskedRows) and each.rows.dim() == 1 and _same_mask(first.mask, each.mask)
+        for each in (first, *indices)
+    )
+
+
+def _look_up(tensor: Tensor, key: Any) -> MaskedRows:
+    keys = key if isinstance(key, tuple) else (key,)
+    return MaskedRows(tensor[tuple(map(_all_rows, keys))], keys[0].mask)
+
+
 def getitem(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Tensor, key: Any) -> Any:
         if _is_mask(self, key):
             return _select(self, key)
+        if _is_lookup(key):
+            return _look_up(self, key)
+        if isinstance(key, tuple) and len(key) == 2 and key[0] is None and _is_lookup(key[1]):
+            return _LeadingOne(_look_up(self, key[1]))
         lead = _leading_full_slices(self, key)
         indices = selected_indices(key[-1]) if lead else None
         if indices is None:
@@ -99,9 +185,20 @@ def _leading_full_slices(tensor: Tensor, key: Any) -> int:
 
 
 def setitem(original: Callable[..., None]) -> Callable[..., None]:
-    """Writes MaskedRows only with the mask that selected them."""
+    """Writes MaskedRows only with the mask that selected them, or with indices that it selected."""
 
     def run(self: Tensor, key: Any, value: Any) -> None:
+        if (
+            isinstance(value, MaskedRows)
+            and isinstance(key, MaskedRows)
+            and _is_lookup(key)
+            and _same_mask(key.mask, value.mask)
+        ):
+            end: Any = self.shape[0]  # rows that are not selected go to one more row, which is then dropped
+            targets = torch.where(key.mask, key.rows, end)
+            extended = torch.cat([self, self[:1]])
+            self.copy_(extended.index_put((targets,), value.rows.to(self.dtype))[:end])
+            return None
         if not isinstance(value, MaskedRows):
             indices = selected_indices(key) if isinstance(value, Tensor) and _is_mask(self, key) else None
             if indices is not None and value.dim() == self.dim() - key.dim() + 1:
@@ -177,6 +274,14 @@ def _call(name: str, func: Callable[..., Any], args: tuple[Any, ...], named: Map
         result = each if reduction == "none" or each is None else _reduced(reduction, each)
     elif name in ("sum", "mean") and len(args) == 1 and not named:
         result = _reduced(name, args[0])
+    elif name == "stack" and len(args) == 2 and args[1] == 1 and not named:
+        result = MaskedRows(torch.stack([_all_rows(each) for each in args[0]], 1), mask)
+    elif (
+        name in ("flatten", "view", "reshape")
+        and args[1:] in ((), (-1,))
+        and _all_rows(args[0]).shape[1:] == (1,)
+    ):
+        result = MaskedRows(_all_rows(args[0]).squeeze(1), mask)
     elif name in _ELEMENTWISE or (name in _ALONG_DIM and _keeps_rows(name, args, named)):
         result = _row_by_row(func, mask, args, named)
     elif name in _LAYER_CALLS and len(masked) == 1 and args[0] is masked[0]:
@@ -301,4 +406,5 @@ def _operator(name: str) -> Callable[..., Any]:
 for _name in (*_ELEMENTWISE, *_LAYER_CALLS):
     if _name.startswith("__") and hasattr(Tensor, _name):
         setattr(MaskedRows, _name, _operator(_name))
+        setattr(_LeadingOne, _name, lambda self, *_, called=_name: self.__getattr__(called))
 MaskedRows.__hash__ = object.__hash__  # type: ignore[method-assign]

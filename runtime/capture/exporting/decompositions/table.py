@@ -159,7 +159,7 @@ def _xlogy(self: Any, other: Any) -> Tensor:
 REMEDIES: Mapping[str, str] = {
     "aten.bincount": "say of how many numbers, with minlength",
     "aten.embedding_renorm": "leave max_norm out, or scale the rows that are looked up",
-    "aten.where": "keep the mask of booleans (out[mask] = layer(x[mask])), which says where, and look no places up",
+    "aten.argwhere": "torch.where(mask) says where as well, for x[rows], out[rows] = ... and index_add",
     "aten.linalg_solve": "for matrices of more rows than 16, or of a size that is free",
     "aten.matrix_exp": "torch.nn.utils.parametrizations.orthogonal(..., orthogonal_map='cayley') needs none, for up to 16 rows",
     "aten.multinomial": "draw with torch.rand, and look the places up in the probabilities' cumsum with torch.searchsorted",
