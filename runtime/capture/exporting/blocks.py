@@ -162,7 +162,7 @@ def _samples(lengths: set[int]) -> list[int]:
 _ALL_BATCHES = np.arange(1, (1 << 16) + 1)  # the batch sizes for which a result is checked
 _MAX_DENOMINATOR = 128  # of a fraction of the batch
 _batch_sizes: dict[Any, Any] = {}  # torch's size of the batch of the running export, by its symbol
-_unrecorded = set[Any]()  # products of several factors, whose rounding torch does not record
+_unrecorded = set[Any]()  # sums and products of several steps, whose rounding torch does not record
 
 
 def _rounding(function: Callable[[Any], Any]) -> Callable[[Any], Callable[[torch.SymFloat], Any]]:
@@ -178,10 +178,10 @@ def _rounding(function: Callable[[Any], Any]) -> Callable[[Any], Callable[[torch
     return patch
 
 
-def _multiplication(
+def _noting_joins(
     original: Callable[[torch.SymFloat, Any], Any],
 ) -> Callable[[torch.SymFloat, Any], Any]:
-    """Notes products of products: torch joins their factors, which rounds differently."""
+    """Notes sums and products of sums and products: torch joins their operands, which rounds differently."""
 
     def run(self: torch.SymFloat, other: Any) -> Any:
         result = original(self, other)
@@ -328,6 +328,5 @@ _NUMBER_PATCHES: Mapping[str, Callable[[Any], Any]] = {
     "__trunc__": _rounding(np.trunc),
     "__floor__": _rounding(np.floor),
     "__ceil__": _rounding(np.ceil),
-    "__mul__": _multiplication,
-    "__rmul__": _multiplication,
+    **dict.fromkeys(("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"), _noting_joins),
 }

@@ -105,6 +105,7 @@ def test_two_pieces_are_those_of_all_batches_but_of_one() -> None:
         (lambda h: h[: max(1, h.shape[0] - 1)].sum(0), r"larger or the smaller of sizes, .*, at \S*test_parts_of_batch\.py:\d+: "),
         (lambda h: h[: int(0.7 * h.shape[0])].sum(0), r"test_parts_of_batch\.py:\d+: .*write 7 \* n // 10"),  # of 90 samples it is 62
         (lambda h: h[: int(0.7 * h.shape[0] * 5)].sum(0), r"test_parts_of_batch\.py:\d+: .*write 7 \* n // 10"),
+        (lambda h: h[: int(0.1 * h.shape[0] + 0.2 * h.shape[0])].sum(0), r"test_parts_of_batch\.py:\d+: .*write 7 \* n // 10"),
         (lambda h: h.split(h.shape[0] // 2)[0], r"test_parts_of_batch\.py:\d+: .*no pieces of which there may be more or fewer"),
         (lambda h: h[: h.shape[0] // 2] - h[h.shape[0] // 2 :], r"test_parts_of_batch\.py:\d+: The size of tensor a \(\(batch//2\)\) must match"),
     ],
