@@ -118,7 +118,9 @@ class FixedSize(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not self._fixed and "[guard added]" in str(record.msg) and isinstance(record.args, tuple):
-            guard, line = str(record.args[1]), _innermost(_stack_lines())
+            guard, frames = str(record.args[1]), _stack_lines()
+            runner = next((file for file, _ in reversed(frames) if file.startswith(_CAPTURE)), "")
+            line = "" if runner == _EXPORT else _innermost(frames)  # torch itself asks after the model's run
             self._fixed = re.fullmatch(r"Eq\(\w+, \d+\)", guard) is not None
             if line and (self._fixed or not self._divided):
                 self.line, self._divided = line, "//" in guard
@@ -175,8 +177,7 @@ def _innermost(lines: list[tuple[str, int]]) -> str:
     in place of torch's."""
     lines = list(lines)
     while lines and (lines[-1][0].startswith(_CAPTURE) or _is_library(lines[-1][0])):
-        if lines.pop()[0] == _EXPORT:  # torch itself asks, outside the model's run
-            return ""
+        lines.pop()
     runner = max((i for i, (file, _) in enumerate(lines) if file.startswith(_CAPTURE)), default=-1)
     for file, number in reversed(lines[runner + 1 :]):
         if not _is_library(file):
