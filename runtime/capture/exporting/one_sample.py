@@ -21,6 +21,9 @@ from fusion.runtime.capture.exporting.tensors import fake_mode
 from fusion.runtime.job.errors import CaptureError
 
 _BATCH_SIZES = (2, 64)
+_CODE_REMEDY = "ask no size for its type, and not who runs the code"
+# For code of transformers, whose attention other than the eager one makes a mask during an export only.
+_TRANSFORMERS_REMEDY = "make it with attn_implementation='eager'"
 
 
 def require_same_of_one(wrapped: nn.Module, example: Sequence[Tensor], exported: Calls | None = None) -> None:
@@ -32,8 +35,9 @@ def require_same_of_one(wrapped: nn.Module, example: Sequence[Tensor], exported:
             for calls, batch in zip((few, many), _BATCH_SIZES, strict=True):
                 _run(wrapped, example, calls, batch)
             if exported is not None and (line := exported.first_left_out(few)) is not None:
+                remedy = _TRANSFORMERS_REMEDY if line.startswith(", at transformers/") else _CODE_REMEDY
                 raise CaptureError(
-                    f"the model does otherwise while it is captured than when it runs{line}: ask no size for its type, and not who runs the code"
+                    f"the model does otherwise while it is captured than when it runs{line}: {remedy}"
                 )
             no_grad_run.expected = few.calls
             with torch.no_grad():
