@@ -30,6 +30,7 @@ _SIZE_CODE = tuple(
 _LAYERS = str(Path(_TORCH, "nn", "modules"))
 _CAPTURE = str(Path(__file__).parents[1])
 _EXPORT = str(Path(__file__).with_name("export.py"))
+_BLOCKS = str(Path(__file__).with_name("blocks.py"))  # asks in place of torch while it follows the batch
 _STDLIB = str(Path(logging.__file__).parents[1])
 _TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"
@@ -119,7 +120,8 @@ class FixedSize(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if not self._fixed and "[guard added]" in str(record.msg) and isinstance(record.args, tuple):
             guard, frames = str(record.args[1]), _stack_lines()
-            runner = next((file for file, _ in reversed(frames) if file.startswith(_CAPTURE)), "")
+            own = (file for file, _ in reversed(frames) if file.startswith(_CAPTURE) and file != _BLOCKS)
+            runner = next(own, "")
             line = "" if runner == _EXPORT else _innermost(frames)  # torch itself asks after the model's run
             self._fixed = re.fullmatch(r"Eq\(\w+, \d+\)", guard) is not None
             if line and (self._fixed or not self._divided):
