@@ -26,7 +26,11 @@ def install(lie: str) -> None:
 def save_no_state() -> None:
     from fusion.runtime.training.snapshots.stage_files import StageFiles
 
+    honest = StageFiles.save
+
     async def save(self: Any, version: Any, state: Any) -> Any:
+        if self._stage.index == 0:  # a lead believes its own shard
+            return await honest(self, version, state)
         return await self.put(b"no state at all")
 
     StageFiles.save = save  # type: ignore[method-assign]
