@@ -39,7 +39,7 @@ class LateParts:
 
         `moved`: stages whose owner was replaced before. `ending`: the job waits for this snapshot.
         """
-        accused, own = [], []
+        accused, accusers, own = [], [], []
         for stage in sorted(self.pending & set(self.troubles)):
             refused = self.troubles[stage].of
             if refused is None or refused == stage:
@@ -47,8 +47,10 @@ class LateParts:
             else:
                 believed = refused not in (LEAD, *moved) or stage == LEAD
                 accused.append(refused if believed else stage)
+                accusers.append(stage)
         silent = sorted(self.pending - set(self.troubles))
-        order = dict.fromkeys((*accused, *silent, *(own if ending else ())))
+        # The accused may have no standby: an accuser could choose it for that.
+        order = dict.fromkeys((*accused, *silent, *((*own, *accusers) if ending else ())))
         return tuple(stage for stage in order if stage != LEAD)
 
 

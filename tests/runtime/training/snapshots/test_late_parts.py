@@ -25,7 +25,8 @@ def refuses(stage: int) -> Trouble:
         ({1, 2}, {2: refuses(2)}, set(), False, (1,)),
         ({1, 3}, {1: FULL}, set(), False, (3,)),  # a full disk costs no owner its stage while steps go on
         ({1, 3}, {1: FULL}, set(), True, (3, 1)),
-        ({1, 2, 3}, {1: FULL, 3: refuses(2)}, set(), True, (2, 1)),
+        ({1, 2, 3}, {1: FULL, 3: refuses(2)}, set(), True, (2, 1, 3)),
+        ({3}, {3: refuses(2)}, set(), True, (2, 3)),  # if the accused has no standby the accuser goes
         (set(), {1: FULL, 3: refuses(2)}, set(), True, ()),  # they have done their part since
     ],
 )
