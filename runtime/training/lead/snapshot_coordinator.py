@@ -133,7 +133,7 @@ class SnapshotCoordinator:
 
     def held(self, stage: int, held: m.Held) -> m.Saved | None:
         """A stage holds its copies, or reports why it cannot. Returns the snapshot, if this makes it durable."""
-        refused = held.of if held.of in range(self._stages) else None
+        refused = held.refused if held.refused in range(self._stages) else None
         trouble = Trouble(held.trouble[: m.MAX_TROUBLE], refused) if held.trouble else None
         self._note(stage, held.step, trouble)
         if held.index != self._index or self._collector.durable:

@@ -23,7 +23,7 @@ class Trouble:
     """Why a stage cannot do its part."""
 
     text: str
-    of: int | None = None  # the stage whose shard it can neither fetch nor load
+    refused: int | None = None  # the stage whose shard it can neither fetch nor load
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LateParts:
         """
         accused, accusers, own = [], [], []
         for stage in sorted(self.pending & set(self.troubles)):
-            refused = self.troubles[stage].of
+            refused = self.troubles[stage].refused
             if refused is None or refused == stage:
                 own.append(stage)
             else:

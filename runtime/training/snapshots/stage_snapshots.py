@@ -121,9 +121,9 @@ class StageSnapshots:
             try:
                 await self._files.replicate(index, self._owners(), away)
             except (SwarmError, JobError) as error:
-                of = error.stage if isinstance(error, ShardRefused) else None
+                refused = error.stage if isinstance(error, ShardRefused) else None
                 reported = self._report(
-                    f"could not hold the snapshot of step {step}: {error}", step, reported, of
+                    f"could not hold the snapshot of step {step}: {error}", step, reported, refused
                 )
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
@@ -131,13 +131,13 @@ class StageSnapshots:
             self._send(m.Held(step, index))
             return
 
-    def _report(self, text: str, step: int, last: str, of: int | None = None) -> str:
+    def _report(self, text: str, step: int, last: str, refused: int | None = None) -> str:
         """Report to the lead why the snapshot of `step` is not durable, unless that was the `last` report: the job may wait for it,
-        and its author does not see this peer's log. `of`: the stage whose shard is at fault."""
+        and its author does not see this peer's log. `refused`: the stage whose shard is at fault."""
         text = text[: m.MAX_TROUBLE]
         if text != last:
             log.warning("stage %d %s", self._stage, text)
-            self._send(m.Held(step, m.NOTHING, text, of))
+            self._send(m.Held(step, m.NOTHING, text, refused))
         return text
 
     def begin(self) -> None:

@@ -253,7 +253,7 @@ class Held:
     step: int
     index: Digest
     trouble: str = ""  # one line; unknown to older leads
-    of: int | None = None  # the stage whose shard it can neither fetch nor load; unknown to older leads
+    refused: int | None = None  # the stage whose shard it can neither fetch nor load; unknown to older leads
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,8 @@ def encode(message: Message, term: int) -> tuple[str, dict[str, Any]]:
     header = {"term": term, **plain(message)}
     if isinstance(message, Held) and not message.trouble:
         del header["trouble"]  # older peers refuse fields that they do not know
-    if isinstance(message, Held) and message.of is None:
-        del header["of"]
+    if isinstance(message, Held) and message.refused is None:
+        del header["refused"]
     if isinstance(message, Suspect) and message.waits_for is None:
         del header["waits_for"]
     return kind_of(message), header

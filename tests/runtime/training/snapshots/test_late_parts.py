@@ -10,7 +10,9 @@ FULL = Trouble("could not save the snapshot of step 6: the disk is full")
 
 
 def refuses(stage: int) -> Trouble:
-    return Trouble(f"could not hold the snapshot of step 6: the shard of stage {stage}: no state", of=stage)
+    return Trouble(
+        f"could not hold the snapshot of step 6: the shard of stage {stage}: no state", refused=stage
+    )
 
 
 @pytest.mark.parametrize(
