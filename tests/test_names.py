@@ -6,23 +6,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "fusion."
-
-
-def module_file(name: str) -> Path | None:
-    """The file of a module or package of the product, by its name below the package."""
-    place = ROOT.joinpath(*name.split("."))
-    return next((f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()), None)
+from imports import ROOT, source
 
 
 @cache
-def defined(file: Path) -> frozenset[str]:
+def defined(file: str) -> frozenset[str]:
     """The names that a module binds, at any depth."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 found.add(name)
@@ -35,13 +27,12 @@ def defined(file: Path) -> frozenset[str]:
 
 def missing(tree: ast.AST) -> Iterator[str]:
     """The product's names that a file uses and that do not exist."""
-    modules: dict[str, Path] = {}
+    modules: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(PACKAGE):
-            name = f"{node.module}."[len(PACKAGE) :]
-            file = module_file(name.rstrip("."))
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("fusion."):
+            file = source(str(node.module))
             for alias in node.names:
-                if inner := module_file(name + alias.name):
+                if inner := source(f"{node.module}.{alias.name}"):
                     modules[alias.asname or alias.name] = inner
                 elif file is None or alias.name not in defined(file):
                     yield f"line {node.lineno}: {node.module} has no {alias.name}"
@@ -56,7 +47,7 @@ def missing(tree: ast.AST) -> Iterator[str]:
             case _:
                 continue
         if not name.startswith("__") and name not in defined(modules[module]):
-            yield f"line {node.lineno}: {modules[module].relative_to(ROOT)} has no {name}"
+            yield f"line {node.lineno}: {modules[module]} has no {name}"
 
 
 def test_the_tools_of_the_tests_name_what_exists() -> None:
