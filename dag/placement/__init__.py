@@ -4,6 +4,7 @@ network        devices and links, as numbers
 speeds         how fast a device runs operators, by what limits them
 machine        the cores of a machine, which peers on it share
 pipeline       a placement as work: what each stage computes, what flows between stages
+pipeline_arrays   the same as arrays, by stage and by hop
 codec_cost     bytes and seconds of a codec on an edge
 schedule       the order of forward and backward passes: 1F1B, GPipe
 step_model     how long a step takes, in closed form: the model

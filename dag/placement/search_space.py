@@ -16,17 +16,15 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.machine import carry_seconds
 from fusion.dag.placement.network import Network
+from fusion.dag.placement.pipeline_arrays import PipelineArrays, Transfers, handshake_seconds
 from fusion.dag.placement.schedule import Schedule
 from fusion.dag.placement.segments import Segments, measure
 from fusion.dag.placement.speeds import NODES
 from fusion.dag.placement.step_model import (
-    PipelineArrays,
-    Transfers,
     busy_seconds,
     compute_bound_seconds,
     fill_seconds,
     group_sums,
-    handshake_seconds,
     in_flight_by_stage,
     loops,
     period_seconds,
