@@ -27,6 +27,7 @@ from fusion.runtime.planes.input_sizes import TORCH_DTYPES, InputSizes, polynomi
 from fusion.runtime.planes.kernels.in_range import in_range
 from fusion.runtime.planes.preemption import preemption_point
 from fusion.runtime.planes.products.fused_rows import Fused
+from fusion.runtime.planes.products.in_float32 import SLOW_FAMILIES, in_float32
 from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, returns_several, torch_call
 
@@ -82,16 +83,18 @@ def compile_graph(
     last: frozenset[str] = frozenset(),
     fused: Mapping[str, Fused] | None = None,
     passed: Collection[str] = (),
+    library_half: bool = True,
 ) -> Program:
     """Generate the code of `graph` for `device`; without `training`, dropout is off and running statistics are used. `products`: functions
     that compute these nodes in place of their operators; `last`: nodes that keep the last position of each sequence of a run
     (`fusion.runtime.planes.sequences`); `fused`: calls that compute a node and nodes before it; `passed`: symbols whose sizes are passed
-    to each run, as the inputs may not determine them.
+    to each run, as the inputs may not determine them; `library_half`: products in half precision have the bits of the library's, even where
+    those are slow.
 
     GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.ir.serialise.validate`; one that has not may
     fail later, but still cannot place text in the source.
     """
-    return _Writer(graph, device, training, products or {}, last, fused or {}).write(passed)
+    return _Writer(graph, device, training, products or {}, last, fused or {}, library_half).write(passed)
 
 
 class _Writer:
@@ -103,12 +106,14 @@ class _Writer:
         products: Mapping[str, Callable[..., torch.Tensor]],
         last: frozenset[str],
         fused: Mapping[str, Fused],
+        library_half: bool,
     ) -> None:
         self.products = products
         self.last = last
         self.fused = fused
         self.replaced = frozenset[str]().union(*(each.replaces for each in fused.values()))
         cpu = device.type == "cpu"
+        self.in_float32 = cpu and not library_half
         self.batch_invariant = not training and cpu  # a position has the same bits in any batch
         self.nodes_per_preemption = 1 if training else NODES_PER_PREEMPTION if cpu else 0  # nodes; 0: nowhere
         self.graph = graph
@@ -160,18 +165,24 @@ class _Writer:
         if name in self.products:
             return self.call(self.products[name], args, {})
         if op in STATEFUL:
-            return self.call(STATEFUL[op], (*args, state, *self.number(op, name)), {})
+            stateful = self.in_supported_dtype(op, STATEFUL[op])
+            return self.call(stateful, (*args, state, *self.number(op, name)), {})
         try:
             target, positional, keywords = torch_call(op, args, self.device)
         except KeyError:
             raise GraphError(f"unknown op {op!r:.100}") from None
         if self.device.type == "cuda":
             target = in_range(op, target)
+        target = self.in_supported_dtype(op, target)
         if self.batch_invariant and op in VECTORISED:
             target = in_full_vectors(target)
         elif self.batch_invariant and spec(op).family == "reduction":
             target = with_contiguous_rows(target)
         return self.call(target, positional, keywords)
+
+    def in_supported_dtype(self, op: str, target: Callable[..., Any]) -> Callable[..., Any]:
+        """The call in a dtype that the device has instructions for."""
+        return in_float32(target) if self.in_float32 and spec(op).family in SLOW_FAMILIES else target
 
     def number(self, op: str, name: str) -> tuple[int, ...]:
         if spec(op).keeps:

@@ -71,8 +71,8 @@ class TorchTrainingStage:
         # A weight is cast to half precision once a step. A cast in each microbatch would be kept for its backward pass.
         self._cast, program = _without_casts(graph)
         self._cast_weights: tuple[torch.Tensor, ...] | None = None
-        self._training = compile_graph(program, self.device, training=True)
-        self._evaluation = compile_graph(program, self.device, training=False)
+        self._training = compile_graph(program, self.device, training=True, library_half=False)
+        self._evaluation = compile_graph(program, self.device, training=False, library_half=False)
         self._values = {v.name: _copied(variables, v, self.device) for v in graph.variables}
         self._parameters = {
             v.name: self._values[v.name] for v in graph.variables if v.kind == "parameter" and v.trainable

@@ -1,4 +1,5 @@
-"""Products of rows with matrices, and decode attention, for decoding stages. Batch-invariant: a row has the same bits in any batch.
+"""Products of rows with matrices, and decode attention, for decoding stages. Batch-invariant: a row has the same bits in any batch. And
+products in half precision for training stages (`in_float32`), which are not.
 
 machine_code         functions that LLVM compiles for this machine
 attention_code       decode attention, as machine code
@@ -8,6 +9,7 @@ fused_rows           fuses nodes of a graph into these
 packed_code          products with float32 matrices, as machine code
 packed               packs such matrices; the library's products where there is no machine code
 half                 products in half precision, one a piece where the library's are not batch-invariant
+in_float32           products in half precision, in training, on a CPU without instructions for it
 quantised_code       products with matrices of int8 and int4, as machine code
 quantised            the same on any device, and packed
 experts              products of rows with the matrices of experts (grouped GEMM)
