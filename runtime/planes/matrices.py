@@ -13,6 +13,7 @@ from fusion.dag.rewrites.experts import EXPERT_LINEAR
 from fusion.runtime.planes.input_sizes import HALF
 from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.plane import Tensors
+from fusion.runtime.planes.products import half
 from fusion.runtime.planes.products.experts import (
     fixed_expert_linear,
     pack_experts,
@@ -42,8 +43,8 @@ _MAX_PADDING_SHARE = 8  # or this share of the bytes of a stage's variables, if 
 
 class Matrices:
     """The variables of a decoding stage (`prepacked`): float32 matrices of linear layers and of experts are packed, where this machine
-    supports that. Matrices in half precision stay as they are where the library's products with them are batch-invariant, or on a
-    CPU where each piece has a product of its own (`by_piece`).
+    supports that. Matrices in half precision stay as they are. Where the library's products with them are batch-invariant, machine code with
+    the same bits is used for linear layers if there is any; otherwise, on a CPU, each piece has a product of its own (`by_piece`).
 
     `batch_invariant`: whether all products are, from `least_rows` rows on (1 or MIN_ROWS). `fixed_rows`: single positions always run in
     batches of so many rows, which makes every library batch-invariant; 0: they do not."""
@@ -59,6 +60,7 @@ class Matrices:
         self._packed: set[str] = set()
         self._invariant_halves: set[str] = set()  # matrices in half precision with batch-invariant products
         self._by_piece: set[str] = set()
+        self._half_code: set[str] = set()  # of these, those that machine code multiplies with the same bits
         self._invariant_library: dict[tuple[tuple[int, ...], torch.dtype], bool] = {}
         self._invariant_half: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
         total = sum(type_bytes(variable.type) for variable in graph.variables)
@@ -89,8 +91,14 @@ class Matrices:
             and value.dtype in HALF
             and (name in self._linears or name in self._unpacked_linears)
         ):
-            (self._invariant_halves if self._is_half_invariant(name, value) else self._by_piece).add(name)
-            return value.contiguous()
+            value = value.contiguous()
+            if not self._is_half_invariant(name, value):
+                self._by_piece.add(name)
+            else:
+                self._invariant_halves.add(name)
+                if half.in_machine_code(value):
+                    self._half_code.add(name)
+            return value
         packed = None
         if not self._fixed_rows and (name in self._linears or name in self._experts):
             packed = self._pack(name, value)
@@ -153,6 +161,8 @@ class Matrices:
         """None: the operator itself."""
         if matrix in self._packed:
             return linear
+        if matrix in self._half_code:
+            return half.linear
         if batched and matrix in self._by_piece:
             return self.by_piece.linear
         if batched and not self._fixed_rows and matrix not in self._linears.keys() | self._invariant_halves:

@@ -1,7 +1,8 @@
-"""Products of rows with a matrix in half precision, by the library's kernels, with the bits that `generate()` gets in half precision.
+"""Products of rows with a matrix in half precision, with the bits that `generate()` gets in half precision from the library's kernels.
 
-On a processor without instructions for half precision, the library multiplies row by row, which is batch-invariant. With them
-(AVX512-BF16, AMX), it runs another kernel for one row than for several. `generate()` prefills a prompt in one piece and then decodes
+On a processor without instructions for half precision, the library multiplies row by row, which is batch-invariant. There `linear` has
+the same bits from machine code (`half_code`), in a quarter of the time for many rows. With such instructions
+(AVX512-BF16, AMX), the library runs another kernel for one row than for several. `generate()` prefills a prompt in one piece and then decodes
 one position at a time. To get the same bits in any batch, each piece has a product of its own here; so a batch of many decoding
 sessions reads the matrix once for each.
 """
@@ -9,13 +10,18 @@ sessions reads the matrix once for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
+
+from fusion.runtime.planes.products.half_code import COLUMNS, PARTS, SUMS, product
+from fusion.runtime.planes.products.machine_code import LANES, Function, run_blocks
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # of rows (..., in): (..., out)
 
 _TRIAL_ELEMENTS = 1 << 20  # of a matrix; of a larger one, a part is tried
 _TRIAL_ROWS = (2, 3, 5, 8, 16, 40)
+_TRIAL_OUTPUTS = 53  # more than three blocks, and a part of one
 _CANCELLING_COLUMNS = 3  # whose weights make the sums cancel out
 
 
@@ -55,6 +61,73 @@ def _cancelling(outputs: int, width: int, like: torch.Tensor) -> tuple[torch.Ten
         matrix[:, column] = (-residual).to(like.dtype)
         residual += matrix[:, column].double()
     return row.view(1, 1, width).to(like.device), matrix.to(like.device)
+
+
+def linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """(..., out): `aten.linear` of rows (..., in) with a matrix (out, in) that `in_machine_code` accepts."""
+    *outer, columns = rows.shape
+    count = rows.numel() // max(1, columns)
+    if count < 2 or rows.dtype != matrix.dtype or columns != matrix.shape[1]:
+        return torch._C._nn.linear(rows, matrix, bias)
+    code = product(matrix.dtype == torch.bfloat16)
+    assert code is not None
+    return _multiply(code, rows.reshape(count, columns), matrix, bias).view(*outer, matrix.shape[0])
+
+
+def in_machine_code(matrix: torch.Tensor) -> bool:
+    """Whether `linear` may multiply with this matrix (out, in): on this machine its bits are those of the library."""
+    return (
+        matrix.device.type == "cpu"
+        and matrix.is_contiguous()
+        and matrix.shape[1] % COLUMNS == 0 < matrix.numel()
+        and _has_library_bits(matrix.dtype, matrix.shape[1])
+    )
+
+
+@cache
+def _has_library_bits(dtype: torch.dtype, columns: int) -> bool:
+    code = product(dtype == torch.bfloat16)
+    if code is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    most = max(_TRIAL_ROWS)
+    row, cancelling = _cancelling(_TRIAL_OUTPUTS, columns, torch.empty(0, dtype=dtype))
+    rows, matrix, bias = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((most, columns), (_TRIAL_OUTPUTS, columns), (_TRIAL_OUTPUTS,))
+    )
+    return all(
+        torch.equal(
+            _multiply(code, operands[:count], weights, offsets),
+            torch._C._nn.linear(operands[:count], weights, offsets),
+        )
+        for operands, weights in ((row[0].expand(most, columns), cancelling), (rows, matrix))
+        for offsets in (None, bias)
+        for count in _TRIAL_ROWS
+    )
+
+
+def _multiply(
+    code: Function, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """(count, out), of rows (count, in). The code would read beyond rows of another width."""
+    (count, columns), outputs = rows.shape, len(matrix)
+    inputs = rows.float()
+    aligned = columns - columns % SUMS
+    parts = inputs[:, :aligned].view(count, -1, PARTS, LANES).transpose(1, 2)
+    inputs = torch.cat([parts.reshape(count, aligned), inputs[:, aligned:]], 1)
+    output = torch.empty(count, outputs)
+    run_blocks(
+        code,
+        (inputs.data_ptr(), matrix.data_ptr(), output.data_ptr()),
+        -(-outputs // LANES),
+        (count, columns, outputs),
+        multiply_adds=count * outputs * columns,
+        threads=torch.get_num_threads(),
+    )
+    if bias is not None:
+        output += bias
+    return output.to(matrix.dtype)
 
 
 class ByPiece:

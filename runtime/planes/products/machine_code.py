@@ -36,7 +36,7 @@ class Code:
 
     def __init__(self, ir: Any, triple: str, pointers: int, integers: int, wide_registers: bool) -> None:
         self.ir, self.wide_registers = ir, wide_registers
-        self.int64, self.int8 = ir.IntType(64), ir.IntType(8)
+        self.int64, self.int16, self.int8 = ir.IntType(64), ir.IntType(16), ir.IntType(8)
         self.float16, self.float32 = ir.HalfType(), ir.FloatType()
         self.float_lanes, self.int_lanes = (
             ir.VectorType(lane_type, LANES) for lane_type in (self.float32, ir.IntType(32))
@@ -137,8 +137,12 @@ class Code:
         """One element, or a vector of `count`."""
         address = self.builder.gep(base, [offset], source_etype=element)
         value = self.builder.load(address, typ=self.ir.VectorType(element, count) if count else element)
-        value.align = 1 if element == self.int8 else 2 if element == self.float16 else 4
+        value.align = 1 if element == self.int8 else 2 if element in (self.float16, self.int16) else 4
         return value
+
+    def untyped(self, pointer: Any) -> Any:
+        """A typed pointer, as `alloca` returns it, for `load` and `store`."""
+        return self.builder.inttoptr(self.builder.ptrtoint(pointer, self.int64), self.ir.PointerType())
 
     def store(self, value: Any, base: Any, offset: Any) -> None:
         self.builder.store(value, self.builder.gep(base, [offset], source_etype=self.float32)).align = 4
@@ -183,18 +187,18 @@ class Code:
     def first_lane(self, lanes: Any) -> Any:
         return self.builder.extract_element(lanes, self.ir.Constant(self.ir.IntType(32), 0))
 
+    def lanes_of(self, lanes: Any, first: int, count: int) -> Any:
+        """A vector of `count` lanes of another."""
+        mask_type = self.ir.VectorType(self.ir.IntType(32), count)
+        mask = self.ir.Constant(mask_type, list(range(first, first + count)))
+        return self.builder.shuffle_vector(lanes, lanes, mask)
+
     def lane_sum(self, lanes: Any) -> Any:
         """The sum of all lanes, by halving: a fixed reduction order."""
-        count = LANES
+        count = lanes.type.count
         while count > 1:
             count //= 2
-            mask_type = self.ir.VectorType(self.ir.IntType(32), count)
-            halves = [
-                self.builder.shuffle_vector(
-                    lanes, lanes, self.ir.Constant(mask_type, list(range(first, first + count)))
-                )
-                for first in (0, count)
-            ]
+            halves = [self.lanes_of(lanes, first, count) for first in (0, count)]
             lanes = self.builder.fadd(*halves)
         return self.first_lane(lanes)
 

@@ -9,7 +9,8 @@ from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.products import half
-from fusion.runtime.planes.products.half import ByPiece, _cancelling, is_half_batch_invariant
+from fusion.runtime.planes.products.half import ByPiece, _cancelling, in_machine_code, is_half_batch_invariant
+from fusion.runtime.planes.products.half_code import PARTS, SUMS, product
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -80,3 +81,57 @@ def test_a_library_that_adds_a_lone_row_up_otherwise_is_found_out(
     for least in (1, 2, 6):
         monkeypatch.setattr(half.torch._C._nn, "linear", lambda *args, n=least: added_up(*args, least=n))
         assert is_half_batch_invariant(matrix, is_addmm=False) == (least == 1 or width <= 3)
+
+
+def in_the_order_of_a_dot_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """The products in float32: 64 sums of each output, in the order of columns, added by halving, and eight of the columns that are left."""
+    products = rows.float()[:, None] * matrix.float()[None]  # exact
+    aligned = products.shape[-1] // SUMS * SUMS
+    return added(products[..., :aligned], SUMS) + added(products[..., aligned:], 8)
+
+
+def added(products: torch.Tensor, count: int) -> torch.Tensor:
+    sums = torch.zeros(*products.shape[:2], count)
+    for start in range(0, products.shape[-1], count):
+        sums = sums + products[..., start : start + count]
+    while sums.shape[-1] > 1:
+        sums = sums[..., : sums.shape[-1] // 2] + sums[..., sums.shape[-1] // 2 :]
+    return sums[..., 0]
+
+
+@pytest.mark.skipif(product(True) is None, reason="no machine code here")
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("columns", [16, 64, 208, 240])
+def test_machine_code_adds_up_in_the_order_of_a_dot_product(dtype: torch.dtype, columns: int) -> None:
+    assert PARTS * 16 == SUMS
+    code = product(dtype == torch.bfloat16)
+    assert code is not None
+    row, cancelling = _cancelling(37, columns, torch.empty(0, dtype=dtype))
+    for outputs in (1, 5, 16, 37):
+        matrix = cancelling[:outputs].contiguous()
+        for count in range(1, 14):
+            rows = torch.cat([row[0], torch.randn(12, columns).to(dtype)])[:count]
+            bias = torch.randn(outputs).to(dtype)
+            made = half._multiply(code, rows, matrix, bias)
+            assert torch.equal(made, (in_the_order_of_a_dot_product(rows, matrix) + bias).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_machine_code_has_the_bits_of_the_library_or_is_not_used(dtype: torch.dtype) -> None:
+    row, matrix = _cancelling(40, 176, torch.empty(0, dtype=dtype))
+    if not in_machine_code(matrix):
+        pytest.skip("the library adds up in another order here")
+    for count in (1, 2, 7, 16, 33):
+        for rows in (row.expand(1, count, 176), torch.randn(2, count, 176).to(dtype)):
+            assert torch.equal(half.linear(rows, matrix, None), torch._C._nn.linear(rows, matrix, None))
+
+
+def test_machine_code_is_not_used_for_other_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.randn(32, 128).bfloat16()
+    assert not in_machine_code(torch.randn(32, 72).bfloat16())
+    assert not in_machine_code(matrix.t().contiguous().t())
+    assert not in_machine_code(matrix[:0])
+    library = torch._C._nn.linear
+    monkeypatch.setattr(half, "_has_library_bits", half._has_library_bits.__wrapped__)
+    monkeypatch.setattr(torch._C._nn, "linear", lambda *args: library(*args) + 2**-6)
+    assert not in_machine_code(matrix)
