@@ -86,23 +86,27 @@ class Matrices:
         )
 
     def _prepack(self, name: str, value: torch.Tensor) -> Any:
-        if (
-            not self._fixed_rows
-            and value.dtype in HALF
-            and (name in self._linears or name in self._unpacked_linears)
-        ):
-            value = value.contiguous()
-            if not self._is_half_invariant(name, value):
-                self._by_piece.add(name)
-            else:
-                self._invariant_halves.add(name)
-                if half.in_machine_code(value):
-                    self._half_code.add(name)
-            return value
+        if not self._fixed_rows and value.dtype in HALF and self._keep_half(name, value):
+            return value.contiguous()
         packed = None
         if not self._fixed_rows and (name in self._linears or name in self._experts):
             packed = self._pack(name, value)
         return self._quantised.prepack(name, value.contiguous()) if packed is None else packed
+
+    def _keep_half(self, name: str, value: torch.Tensor) -> bool:
+        """Note how a matrix in half precision is multiplied. Whether it stays as it is, and its products are batch-invariant, or by piece."""
+        if name in self._linears or name in self._unpacked_linears:
+            invariant = self._is_half_invariant(name, value)
+            (self._invariant_halves if invariant else self._by_piece).add(name)
+            if invariant and half.in_machine_code(value):
+                self._half_code.add(name)
+            return True
+        if self._experts.get(name) is not False:  # no experts, or stored transposed
+            return False
+        if self._is_half_invariant(name, value[0]) and half.in_machine_code(value[0]):
+            self._invariant_halves.add(name)
+            self._half_code.add(name)
+        return name in self._half_code
 
     def _is_half_invariant(self, name: str, matrix: torch.Tensor) -> bool:
         kind = tuple(matrix.shape), matrix.dtype, self._linears.get(name, False)
@@ -172,6 +176,8 @@ class Matrices:
     def _expert_linear(self, matrix: str, batched: bool) -> Callable[..., torch.Tensor]:
         if matrix in self._packed:
             return packed_expert_linear
+        if matrix in self._half_code:
+            return half.expert_linear
         if self._kernels is not None:
             kernel: Callable[..., torch.Tensor] = self._kernels.experts.expert_linear
             return kernel

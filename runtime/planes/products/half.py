@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from fusion.runtime.planes.products.experts import by_expert
 from fusion.runtime.planes.products.half_code import COLUMNS, PARTS, SUMS, product
 from fusion.runtime.planes.products.machine_code import LANES, Function, run_blocks
 
@@ -74,8 +75,24 @@ def linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) 
     return _multiply(code, rows.reshape(count, columns), matrix, bias).view(*outer, matrix.shape[0])
 
 
+def expert_linear(
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    first: int,
+    *_: object,
+) -> torch.Tensor:
+    """`fusion.expert_linear` with matrices (held, out, in) that `in_machine_code` accepts."""
+
+    def product(group: torch.Tensor, expert: int) -> torch.Tensor:
+        return linear(group, weight[expert], None if bias is None else bias[expert])
+
+    return by_expert(rows, ids, first, weight.shape[0], weight.shape[1], product)
+
+
 def in_machine_code(matrix: torch.Tensor) -> bool:
-    """Whether `linear` may multiply with this matrix (out, in): on this machine its bits are those of the library."""
+    """Whether `linear` may multiply with this matrix (out, in) in half precision: on this machine its bits are those of the library."""
     return (
         matrix.device.type == "cpu"
         and matrix.is_contiguous()

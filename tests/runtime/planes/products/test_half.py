@@ -135,3 +135,35 @@ def test_machine_code_is_not_used_for_other_matrices(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(half, "_has_library_bits", half._has_library_bits.__wrapped__)
     monkeypatch.setattr(torch._C._nn, "linear", lambda *args: library(*args) + 2**-6)
     assert not in_machine_code(matrix)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_experts_in_machine_code_have_the_bits_of_the_library(dtype: torch.dtype) -> None:
+    row, matrix = _cancelling(24, 80, torch.empty(0, dtype=dtype))
+    if not in_machine_code(matrix):
+        pytest.skip("the library adds up in another order here")
+    weight = torch.stack([matrix, matrix.flip(0), torch.randn(24, 80).to(dtype)])
+    rows = torch.cat([row[0].expand(9, 80), torch.randn(4, 80).to(dtype)])
+    ids = torch.tensor([1, 2, 1, 1, 3, 1, 7, 0, 1, 2, 3, 3, 3])  # of experts 1, 2 and 3; others are not held
+    made = half.expert_linear(rows, ids, weight, None, 1, 8, False)
+    for each, expert, result in zip(rows, ids.tolist(), made, strict=True):
+        expected = (
+            torch.nn.functional.linear(each, weight[expert - 1]) if 1 <= expert <= 3 else torch.zeros(24)
+        )
+        assert torch.equal(result, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_stage_multiplies_with_experts_by_machine_code(dtype: torch.dtype) -> None:
+    if not in_machine_code(torch.empty(8, 64, dtype=dtype)):
+        pytest.skip("the library adds up in another order here")
+    name = str(dtype).removeprefix("torch.")
+    given = Input("x", TensorType(("n", 64), name)), Input("ids", TensorType(("n",), "int64"))
+    variable = Variable("w", TensorType((2, 8, 64), name))
+    args = (Ref("x"), Ref("ids"), Ref("w"), None, 0, 2, False)
+    types = {Ref(each.name): each.type for each in (*given, variable)}
+    node = Node("y", "fusion.expert_linear", args, infer("fusion.expert_linear", args, types))
+    graph = Graph(given, (variable,), (node,), (Ref("y"),))
+    found = Matrices(graph, {"w": torch.randn(2, 8, 64).to(dtype)}, torch.device("cpu"))
+    assert found.batch_invariant and found.least_rows == 1
+    assert found.products(batched=True)["y"] is half.expert_linear
