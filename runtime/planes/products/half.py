@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from fusion.runtime.planes.products.experts import by_expert
-from fusion.runtime.planes.products.half_code import COLUMNS, PARTS, SUMS, product
+from fusion.runtime.planes.products.half_code import COLUMNS, PARTS, SUMS, product, transposed_product
 from fusion.runtime.planes.products.machine_code import LANES, Function, run_blocks
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # of rows (..., in): (..., out)
@@ -23,6 +23,8 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # of rows (..., in): (..., out
 _TRIAL_ELEMENTS = 1 << 20  # of a matrix; of a larger one, a part is tried
 _TRIAL_ROWS = (2, 3, 5, 8, 16, 40)
 _TRIAL_OUTPUTS = 53  # more than three blocks, and a part of one
+_HALF = frozenset({torch.bfloat16, torch.float16})
+_LEAST_PRODUCTS = 400  # fewer are added up in another order by `torch.bmm`
 _CANCELLING_COLUMNS = 3  # whose weights make the sums cancel out
 
 
@@ -91,6 +93,73 @@ def expert_linear(
     return by_expert(rows, ids, first, weight.shape[0], weight.shape[1], product)
 
 
+def bmm(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """`torch.bmm` of rows (n, count, columns) with matrices (n, columns, outputs) or, as a view, (n, outputs, columns), without a
+    gradient."""
+    _, count, columns = rows.shape
+    outputs = matrices.shape[2]
+    transposed = matrices.stride(2) == 1
+    if (
+        count < 2
+        or rows.device.type != "cpu"
+        or rows.dtype not in _HALF
+        or (outputs if transposed else columns) % COLUMNS
+        or columns * count * outputs < _LEAST_PRODUCTS
+        or not _bmm_has_library_bits(rows.dtype)
+    ):
+        return torch.bmm(rows, matrices)
+    return torch.stack(
+        [
+            _multiply_transposed(each, matrix.contiguous())
+            if transposed
+            else linear(each, matrix.t().contiguous(), None)
+            for each, matrix in zip(rows, matrices, strict=True)
+        ]
+    )
+
+
+@cache
+def _bmm_has_library_bits(dtype: torch.dtype) -> bool:
+    code = transposed_product(dtype == torch.bfloat16)
+    if code is None or not _has_library_bits(dtype, 4 * SUMS + COLUMNS):
+        return False
+    for columns in (COLUMNS, 4 * SUMS + COLUMNS, 4 * SUMS + COLUMNS + 3):
+        row, matrix = _cancelling(3 * LANES, columns, torch.empty(0, dtype=dtype))
+        rows = row.expand(1, max(_TRIAL_ROWS), columns).contiguous()
+        for count in _TRIAL_ROWS:
+            library = torch.bmm(rows[:, :count], matrix.t().contiguous()[None])[0]
+            if not torch.equal(_multiply_transposed(rows[0, :count], matrix.t().contiguous()), library):
+                return False
+            by_dots = torch.bmm(rows[:, :count], matrix.t()[None])[0]
+            if columns % COLUMNS == 0 and not torch.equal(linear(rows[0, :count], matrix, None), by_dots):
+                return False
+    return True
+
+
+def _multiply_transposed(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """(count, out), of rows (count, in) and a matrix (in, out). The code would read beyond rows of another width."""
+    (count, columns), outputs = rows.shape, matrix.shape[1]
+    code = transposed_product(matrix.dtype == torch.bfloat16)
+    assert code is not None and matrix.shape[0] == columns
+    inputs, output = rows.float().contiguous(), torch.empty(count, outputs)
+    _run(code, inputs, matrix, output, columns)
+    return output.to(matrix.dtype)
+
+
+def _run(
+    code: Function, inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, columns: int
+) -> None:
+    count, outputs = output.shape
+    run_blocks(
+        code,
+        (inputs.data_ptr(), matrix.data_ptr(), output.data_ptr()),
+        -(-outputs // LANES),
+        (count, columns, outputs),
+        multiply_adds=count * outputs * columns,
+        threads=torch.get_num_threads(),
+    )
+
+
 def in_machine_code(matrix: torch.Tensor) -> bool:
     """Whether `linear` may multiply with this matrix (out, in) in half precision: on this machine its bits are those of the library."""
     return (
@@ -134,14 +203,7 @@ def _multiply(
     parts = inputs[:, :aligned].view(count, -1, PARTS, LANES).transpose(1, 2)
     inputs = torch.cat([parts.reshape(count, aligned), inputs[:, aligned:]], 1)
     output = torch.empty(count, outputs)
-    run_blocks(
-        code,
-        (inputs.data_ptr(), matrix.data_ptr(), output.data_ptr()),
-        -(-outputs // LANES),
-        (count, columns, outputs),
-        multiply_adds=count * outputs * columns,
-        threads=torch.get_num_threads(),
-    )
+    _run(code, inputs, matrix, output, columns)
     if bias is not None:
         output += bias
     return output.to(matrix.dtype)

@@ -1,9 +1,10 @@
 """Products of rows with a matrix in bfloat16 or float16, as machine code, with the bits of the library's own where a CPU has AVX2 and no
 instructions for half precision.
 
-There the library computes each output as a dot product in float32 (`dot_with_fp32_arith` of PyTorch's
+There the library multiplies with a matrix (outputs, columns) by dot products in float32 (`dot_with_fp32_arith` of PyTorch's
 ReducedPrecisionFloatGemvFastPathKernel.cpp): 64 sums, of every 64th product, are added by halving; columns beyond the last multiple
-of 64 have eight sums of their own. It does so row after row, and reads the whole matrix for each. Here several rows share what is
+of 64 have eight sums of their own. With a matrix (columns, outputs) it has four sums, of every fourth product (`gemm_notrans_` of
+BlasKernel.cpp). It does so row after row, and reads the whole matrix for each. Here several rows share what is
 read. A product of two such numbers is exact in float32, so only the order of the sums matters, which is the same.
 """
 
@@ -18,6 +19,7 @@ from fusion.runtime.planes.products.machine_code import LANES, Code, Function, j
 SUMS = 64  # of one dot product
 PARTS = SUMS // LANES
 COLUMNS = 16  # a matrix has a multiple of so many
+_TRANSPOSED_SUMS = 4  # of an output, where the matrix is (columns, outputs)
 # Outputs at once, by rows at once: their sums, two registers each, must fit into the registers of AVX2
 _OUTPUTS = {6: 1, 5: 1, 4: 1, 3: 2, 2: 2, 1: 4}
 
@@ -27,6 +29,13 @@ def product(bfloat16: bool) -> Function | None:
     """A function of (input in float32, by row the columns up to the last multiple of SUMS as (PARTS, n, LANES), and the others; matrix (outputs, columns) in bfloat16 or float16, output (rows,
     outputs) in float32; first block of 16 outputs, last, rows, columns, outputs). None where this machine is not supported."""
     return jit_compile(3, 5, lambda code: _Writer(code, bfloat16).write())
+
+
+@cache
+def transposed_product(bfloat16: bool) -> Function | None:
+    """A function of (input (rows, columns) in float32, matrix (columns, outputs) in bfloat16 or float16, output (rows, outputs) in float32;
+    first block of 16 outputs, last, rows, columns, outputs, a multiple of 16). None where this machine is not supported."""
+    return jit_compile(3, 5, lambda code: _TransposedWriter(code, bfloat16).write())
 
 
 class _Writer:
@@ -127,8 +136,55 @@ class _Writer:
         return code.lane_sum(code.loop(self.aligned, self.columns, LANES, step, [zeros])[0])
 
     def weights(self, offset: Any) -> Any:
+        return _weights(self.code, self.matrix, offset, self.bfloat16)
+
+
+class _TransposedWriter:
+    def __init__(self, code: Code, bfloat16: bool) -> None:
+        self.code, self.build = code, code.builder
+        self.bfloat16 = bfloat16
+
+    def write(self) -> None:
+        self.input, self.matrix, self.output, first, last, rows, self.columns, self.outputs = (
+            self.code.arguments
+        )
+        self.aligned = self.code.aligned_end(self.code.index(0), self.columns, _TRANSPOSED_SUMS)
+        self.code.tiles(first, last, rows, [(count, 1) for count in _OUTPUTS], self.tile)
+
+    def tile(self, row: Any, count: int, block: Any, _: int) -> None:
         code, build = self.code, self.build
-        if not self.bfloat16:
-            return build.fpext(code.load(self.matrix, offset, code.float16, LANES), code.float_lanes)
-        stored = build.zext(code.load(self.matrix, offset, code.int16, LANES), code.int_lanes)
-        return build.bitcast(build.shl(stored, code.int_constant(16)), code.float_lanes)
+        rows = [build.add(row, code.index(r)) for r in range(count)]
+        input_starts = [build.mul(each, self.columns) for each in rows]
+        begin = build.mul(block, code.index(LANES))
+
+        def step(column: Any, sums: Sequence[Any]) -> Sequence[Any]:
+            offset = build.add(build.mul(column, self.outputs), begin)
+            weights = _weights(code, self.matrix, offset, self.bfloat16)
+            scalars = [
+                code.load(self.input, build.add(start, column), code.float32) for start in input_starts
+            ]
+            return [
+                code.fma(code.splat(scalar), weights, total)
+                for scalar, total in zip(scalars, sums, strict=True)
+            ]
+
+        totals: Sequence[Any] = ()
+        for part in range(_TRANSPOSED_SUMS):
+            zeros = [code.zero_lanes] * count
+            # The end of the last step is within the aligned columns: `part` is less than a step.
+            sums = code.loop(code.index(part), self.aligned, _TRANSPOSED_SUMS, step, zeros)
+            if part == 0:
+                totals = code.loop(self.aligned, self.columns, 1, step, sums)
+            else:
+                totals = [build.fadd(total, each) for total, each in zip(totals, sums, strict=True)]
+        for each, total in zip(rows, totals, strict=True):
+            code.store(total, self.output, build.add(build.mul(each, self.outputs), begin))
+
+
+def _weights(code: Code, matrix: Any, offset: Any, bfloat16: bool) -> Any:
+    """16 numbers of the matrix, in float32."""
+    build = code.builder
+    if not bfloat16:
+        return build.fpext(code.load(matrix, offset, code.float16, LANES), code.float_lanes)
+    stored = build.zext(code.load(matrix, offset, code.int16, LANES), code.int_lanes)
+    return build.bitcast(build.shl(stored, code.int_constant(16)), code.float_lanes)

@@ -167,3 +167,37 @@ def test_a_stage_multiplies_with_experts_by_machine_code(dtype: torch.dtype) -> 
     found = Matrices(graph, {"w": torch.randn(2, 8, 64).to(dtype)}, torch.device("cpu"))
     assert found.batch_invariant and found.least_rows == 1
     assert found.products(batched=True)["y"] is half.expert_linear
+
+
+@pytest.mark.skipif(product(True) is None, reason="no machine code here")
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("columns", [1, 4, 63, 130])
+def test_machine_code_adds_up_the_columns_of_a_transposed_matrix_in_four_sums(
+    dtype: torch.dtype, columns: int
+) -> None:
+    row, cancelling = _cancelling(48, columns, torch.empty(0, dtype=dtype))
+    matrix = cancelling.t().contiguous()
+    for count in range(1, 14):
+        rows = torch.cat([row[0], torch.randn(12, columns).to(dtype)])[:count]
+        products = rows.float()[:, :, None] * matrix.float()[None]
+        sums = [torch.zeros(count, 48) for _ in range(4)]
+        for column in range(columns):
+            n = column % 4 if column < columns // 4 * 4 else 0
+            sums[n] = sums[n] + products[:, column]
+        expected = sums[0] + sums[1] + sums[2] + sums[3]
+        assert torch.equal(half._multiply_transposed(rows, matrix), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    ("count", "columns", "outputs"), [(1, 64, 48), (2, 64, 48), (9, 77, 32), (40, 64, 131), (3, 8, 16)]
+)
+def test_a_batch_of_products_has_the_bits_of_the_library(
+    dtype: torch.dtype, count: int, columns: int, outputs: int
+) -> None:
+    row, matrix = _cancelling(outputs, columns, torch.empty(0, dtype=dtype))
+    rows = row.expand(2, count, columns).contiguous()
+    rows[1] = torch.randn(count, columns)
+    stored = torch.stack([matrix, torch.randn(outputs, columns).to(dtype)])
+    for matrices in (stored.transpose(1, 2), stored.transpose(1, 2).contiguous()):
+        assert torch.equal(half.bmm(rows, matrices), torch.bmm(rows, matrices))
