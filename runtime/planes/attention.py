@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from fusion.runtime.planes.products import half, single_queries
+from fusion.runtime.planes.products import half_products, single_queries
 
 MAX_SCORES = 1 << 22  # at once, where they are materialised: 16 MB of float32
 
@@ -90,7 +90,7 @@ def score_mod_attention(
     for rows in torch.split(query, max_score_rows(heads * length), 2):
         count = rows.shape[2]
         grouped = rows.reshape(groups, heads // groups * count, -1)
-        scores = half.bmm(grouped, keys_transposed).view(1, heads, count, length)
+        scores = half_products.bmm(grouped, keys_transposed).view(1, heads, count, length)
         if scale != 1:
             scores = scores * scale
         if score_mods.softcap is not None:
@@ -104,7 +104,7 @@ def score_mod_attention(
         if sinks is not None:
             scores = torch.cat([scores, sinks.expand(1, heads, count, 1)], -1)
         weights = torch.softmax(scores, -1)[..., :length].to(values.dtype)
-        output = half.bmm(weights.reshape(groups, heads // groups * count, length), values[0])
+        output = half_products.bmm(weights.reshape(groups, heads // groups * count, length), values[0])
         outputs.append(output.view(1, heads, count, -1))
         row += count
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)

@@ -13,7 +13,7 @@ from fusion.dag.rewrites.experts import EXPERT_LINEAR
 from fusion.runtime.planes.input_sizes import HALF
 from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.plane import Tensors
-from fusion.runtime.planes.products import half
+from fusion.runtime.planes.products import half_products
 from fusion.runtime.planes.products.experts import (
     fixed_expert_linear,
     pack_experts,
@@ -44,7 +44,7 @@ _MAX_PADDING_SHARE = 8  # or this share of the bytes of a stage's variables, if 
 class Matrices:
     """The variables of a decoding stage (`prepacked`): float32 matrices of linear layers and of experts are packed, where this machine
     supports that. Matrices in half precision stay as they are. Where the library's products with them are batch-invariant, machine code with
-    the same bits is used for linear layers if there is any; otherwise, on a CPU, each piece has a product of its own (`by_piece`).
+    the same bits is used if there is any (`half_products`); otherwise, on a CPU, each piece has a product of its own (`by_piece`).
 
     `batch_invariant`: whether all products are, from `least_rows` rows on (1 or MIN_ROWS). `fixed_rows`: single positions always run in
     batches of so many rows, which makes every library batch-invariant; 0: they do not."""
@@ -95,21 +95,21 @@ class Matrices:
 
     def _keep_half(self, name: str, value: torch.Tensor) -> bool:
         """Note how a matrix in half precision is multiplied. Whether it stays as it is, and its products are batch-invariant, or by piece."""
-        if name in self._linears or name in self._unpacked_linears:
-            invariant = self._is_half_invariant(name, value)
-            (self._invariant_halves if invariant else self._by_piece).add(name)
-            if invariant and half.in_machine_code(value):
-                self._half_code.add(name)
-            return True
-        if self._experts.get(name) is not False:  # no experts, or stored transposed
+        is_expert = name in self._experts
+        if not is_expert and name not in self._linears and name not in self._unpacked_linears:
             return False
-        if self._is_half_invariant(name, value[0]) and half.in_machine_code(value[0]):
-            self._invariant_halves.add(name)
+        transposed = self._experts[name] if is_expert else self._linears.get(name, False)
+        matrix = value[0] if is_expert else value
+        invariant = self._is_half_invariant(matrix, transposed)
+        if invariant and half_products.in_machine_code(matrix, transposed=transposed):
             self._half_code.add(name)
-        return name in self._half_code
+        elif is_expert:
+            return False
+        (self._invariant_halves if invariant else self._by_piece).add(name)
+        return True
 
-    def _is_half_invariant(self, name: str, matrix: torch.Tensor) -> bool:
-        kind = tuple(matrix.shape), matrix.dtype, self._linears.get(name, False)
+    def _is_half_invariant(self, matrix: torch.Tensor, transposed: bool) -> bool:
+        kind = tuple(matrix.shape), matrix.dtype, transposed
         if kind not in self._invariant_half:
             self._invariant_half[kind] = is_half_batch_invariant(matrix, is_addmm=kind[2])
         return self._invariant_half[kind]
@@ -155,6 +155,8 @@ class Matrices:
                     functions[node.name] = embedding
                 case "aten.addmm", _, _, Ref() as matrix, *_ if matrix.name in self._packed:
                     functions[node.name] = addmm
+                case "aten.addmm", _, _, Ref() as matrix, *_ if matrix.name in self._half_code:
+                    functions[node.name] = half_products.addmm
                 case "aten.addmm", _, _, Ref() as matrix, *_ if batched and matrix.name in self._by_piece:
                     functions[node.name] = self.by_piece.addmm
                 case "fusion.expert_linear", _, _, Ref() as matrix, *_:
@@ -166,7 +168,7 @@ class Matrices:
         if matrix in self._packed:
             return linear
         if matrix in self._half_code:
-            return half.linear
+            return half_products.linear
         if batched and matrix in self._by_piece:
             return self.by_piece.linear
         if batched and not self._fixed_rows and matrix not in self._linears.keys() | self._invariant_halves:
@@ -177,7 +179,7 @@ class Matrices:
         if matrix in self._packed:
             return packed_expert_linear
         if matrix in self._half_code:
-            return half.expert_linear
+            return half_products.expert_linear
         if self._kernels is not None:
             kernel: Callable[..., torch.Tensor] = self._kernels.experts.expert_linear
             return kernel

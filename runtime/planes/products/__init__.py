@@ -8,8 +8,9 @@ row_code             RMS norm, rotary positions and SiLU gates, as machine code
 fused_rows           fuses nodes of a graph into these
 packed_code          products with float32 matrices, as machine code
 packed               packs such matrices; the library's products where there is no machine code
-half_code            products with matrices in half precision, as machine code with the library's bits
-half                 products in half precision: by that code, or one a piece where the library's are not batch-invariant
+half                 products in half precision, one a piece where the library's are not batch-invariant
+half_code            products with matrices in half precision, as machine code
+half_products        linear layers, experts and batches by that code, where it has the library's bits
 in_float32           products in half precision, in training, on a CPU without instructions for it
 quantised_code       products with matrices of int8 and int4, as machine code
 quantised            the same on any device, and packed

@@ -1,0 +1,184 @@
+"""Products in half precision by machine code (`half_code`), with the bits of the library's own: for linear layers, experts and batches.
+
+They are used where the library multiplies row by row, and machine code was compared with it on this machine: with values whose sums
+cancel out, so that what remains is the rounding error of the order. The library multiplies a single row with a matrix (out, in).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from fusion.runtime.planes.products.experts import by_expert
+from fusion.runtime.planes.products.half import TRIAL_ROWS, cancelling
+from fusion.runtime.planes.products.half_code import COLUMNS, PARTS, SUMS, product, transposed_product
+from fusion.runtime.planes.products.machine_code import LANES, Function, run_blocks
+
+_HALF = frozenset({torch.bfloat16, torch.float16})
+_TRIAL_BLOCKS = 3
+_LEAST_PRODUCTS = 400  # fewer are added up in another order by `torch.bmm`
+
+
+def linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """(..., out): `aten.linear` of rows (..., in) with a matrix (out, in) that `in_machine_code` accepts."""
+    if not _fits(rows, matrix, matrix.shape[1]) or rows.numel() == rows.shape[-1]:
+        return torch._C._nn.linear(rows, matrix, bias)
+    return multiply(rows.reshape(-1, rows.shape[-1]), matrix, bias).view(*rows.shape[:-1], len(matrix))
+
+
+def addmm(bias: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, *_: object) -> torch.Tensor:
+    """`aten.addmm` with beta and alpha 1 of rows (count, in) with a matrix (in, out) that `in_machine_code` accepts."""
+    if not _fits(rows, matrix, matrix.shape[0]):
+        return torch.addmm(bias, rows, matrix)
+    return multiply_transposed(rows, matrix, bias)
+
+
+def expert_linear(
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    first: int,
+    of: int,
+    transposed: bool,
+) -> torch.Tensor:
+    """`fusion.expert_linear` with matrices that `in_machine_code` accepts."""
+
+    def of_expert(group: torch.Tensor, expert: int) -> torch.Tensor:
+        matrix, offset = weight[expert], None if bias is None else bias[expert]
+        if not transposed:
+            return linear(group, matrix, offset)
+        if not _fits(group, matrix, matrix.shape[0]):
+            return torch._C._nn.linear(group, matrix.t(), offset)
+        return multiply_transposed(group, matrix, offset)
+
+    held, *shape = weight.shape
+    return by_expert(rows, ids, first, held, shape[1 if transposed else 0], of_expert)
+
+
+def bmm(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """`torch.bmm` of rows (n, count, in) with matrices (n, in, out), which may be a view of (n, out, in). Without gradients."""
+    columns, outputs = matrices.shape[1:]
+    transposed = matrices.stride(2) == 1
+    if (
+        (outputs if transposed else columns) % COLUMNS
+        or columns * rows.shape[1] * outputs < _LEAST_PRODUCTS
+        or not _fits(rows, matrices, columns)
+        or (rows.shape[1] == 1 and not transposed)
+        or rows.dtype not in _HALF
+        or rows.device.type != "cpu"
+        or not _bmm_has_library_bits(rows.dtype)
+    ):
+        return torch.bmm(rows, matrices)
+    return torch.stack(
+        [
+            multiply_transposed(each, matrix.contiguous())
+            if transposed
+            else multiply(each, matrix.t().contiguous())
+            for each, matrix in zip(rows, matrices, strict=True)
+        ]
+    )
+
+
+def in_machine_code(matrix: torch.Tensor, *, transposed: bool = False) -> bool:
+    """Whether these functions may multiply with a matrix (out, in), or (in, out) if `transposed`, in half precision: on this machine they
+    have the bits of the library."""
+    return (
+        matrix.device.type == "cpu"
+        and matrix.is_contiguous()
+        and matrix.shape[1] % COLUMNS == 0 < matrix.numel()
+        and _has_library_bits(matrix.dtype, matrix.shape[0 if transposed else 1], transposed)
+    )
+
+
+def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """(count, out), of rows (count, in) and a matrix (out, in)."""
+    count, columns = rows.shape
+    aligned = columns - columns % SUMS
+    inputs = rows.float()
+    parts = inputs[:, :aligned].view(count, -1, PARTS, LANES).transpose(1, 2)
+    inputs = torch.cat([parts.reshape(count, aligned), inputs[:, aligned:]], 1)
+    return _run(product(matrix.dtype == torch.bfloat16), inputs, matrix, len(matrix), bias)
+
+
+def multiply_transposed(
+    rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(count, out), of rows (count, in) and a matrix (in, out)."""
+    code = transposed_product(matrix.dtype == torch.bfloat16)
+    return _run(code, rows.float().contiguous(), matrix, matrix.shape[1], bias)
+
+
+def _run(
+    code: Function | None, inputs: torch.Tensor, matrix: torch.Tensor, outputs: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The code would read beyond rows of another width, or a matrix that is not contiguous."""
+    count, columns = inputs.shape
+    assert code is not None and matrix.numel() == outputs * columns and matrix.is_contiguous()
+    output = torch.empty(count, outputs)
+    run_blocks(
+        code,
+        (inputs.data_ptr(), matrix.data_ptr(), output.data_ptr()),
+        -(-outputs // LANES),
+        (count, columns, outputs),
+        multiply_adds=count * outputs * columns,
+        threads=torch.get_num_threads(),
+    )
+    if bias is not None:
+        output += bias
+    return output.to(matrix.dtype)
+
+
+def _fits(rows: torch.Tensor, matrix: torch.Tensor, columns: int) -> bool:
+    """Whether these are rows of the dtype and width of a matrix; the library refuses others."""
+    return rows.numel() > 0 and rows.shape[-1] == columns and rows.dtype == matrix.dtype
+
+
+@cache
+def _has_library_bits(dtype: torch.dtype, columns: int, transposed: bool) -> bool:
+    """Whether products with matrices of so many columns have the bits of `aten.linear`, or of `aten.addmm` if `transposed`."""
+    if (transposed_product if transposed else product)(dtype == torch.bfloat16) is None:
+        return False
+    # A part of a block, too, where the code supports that
+    row, sums_cancel = cancelling(
+        _TRIAL_BLOCKS * LANES + (0 if transposed else 5), columns, torch.empty(0, dtype=dtype)
+    )
+    generator = torch.Generator().manual_seed(0)
+    other_rows, other_matrix = (
+        torch.randn(count, columns, generator=generator).to(dtype)
+        for count in (max(TRIAL_ROWS), len(sums_cancel))
+    )
+    bias = torch.randn(len(sums_cancel), generator=generator).to(dtype)
+    for rows, matrix in ((row[0].expand(max(TRIAL_ROWS), columns), sums_cancel), (other_rows, other_matrix)):
+        stored = matrix.t().contiguous() if transposed else matrix
+        as_stored = stored.t() if transposed else stored
+        for count in (1, *TRIAL_ROWS):
+            for offset in (None, torch.zeros_like(bias), bias):
+                made = (multiply_transposed if transposed else multiply)(rows[:count], stored, offset)
+                if not torch.equal(made, torch._C._nn.linear(rows[:count], as_stored, offset)):
+                    return False
+                if (
+                    transposed
+                    and offset is not None
+                    and not torch.equal(made, torch.addmm(offset, rows[:count], stored))
+                ):
+                    return False
+    return True
+
+
+@cache
+def _bmm_has_library_bits(dtype: torch.dtype) -> bool:
+    if product(dtype == torch.bfloat16) is None or transposed_product(dtype == torch.bfloat16) is None:
+        return False
+    for columns in (COLUMNS, 4 * SUMS + COLUMNS, 4 * SUMS + COLUMNS + 3):
+        row, matrix = cancelling(_TRIAL_BLOCKS * LANES, columns, torch.empty(0, dtype=dtype))
+        for count in (1, *TRIAL_ROWS):
+            rows, stored = row[0].repeat(count, 1), matrix.t().contiguous()
+            if not torch.equal(multiply_transposed(rows, stored), torch.bmm(rows[None], stored[None])[0]):
+                return False
+            if columns % COLUMNS == 0 and not torch.equal(
+                multiply(rows, matrix), torch.bmm(rows[None], matrix.t()[None])[0]
+            ):
+                return False
+    return True
