@@ -12,7 +12,6 @@ from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, Graph
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
-HALF = frozenset({torch.float16, torch.bfloat16})
 _NONE: Mapping[str, int] = MappingProxyType({})
 _MAX_SIZES = 256  # combinations of symbol sizes whose dimensions are remembered
 

@@ -22,7 +22,7 @@ from fusion.runtime.planes.attention import (
     supports_single,
     top_keys,
 )
-from fusion.runtime.planes.input_sizes import HALF
+from fusion.runtime.planes.products.half import HALF
 from fusion.runtime.planes.recurrence import initial_state, scan
 
 # A longer sequence grows by an eighth, so that growing has a constant amortised cost.

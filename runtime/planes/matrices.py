@@ -10,7 +10,6 @@ import torch
 from fusion.dag.cutting.costs import type_bytes
 from fusion.dag.ir.graph import Graph, Ref
 from fusion.dag.rewrites.experts import EXPERT_LINEAR
-from fusion.runtime.planes.input_sizes import HALF
 from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.plane import Tensors
 from fusion.runtime.planes.products import half_products
@@ -21,7 +20,7 @@ from fusion.runtime.planes.products.experts import (
     packed_expert_linear,
     padded_expert_linear,
 )
-from fusion.runtime.planes.products.half import ByPiece, is_half_batch_invariant
+from fusion.runtime.planes.products.half import HALF, ByPiece, is_half_batch_invariant
 from fusion.runtime.planes.products.packed import (
     MIN_ROWS,
     addmm,

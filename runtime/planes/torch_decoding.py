@@ -15,11 +15,12 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import bind
 from fusion.dag.rewrites.end_to_end import EndToEnd, end_to_end
 from fusion.runtime.planes.codegen import compile_graph
-from fusion.runtime.planes.input_sizes import HALF, TORCH_DTYPES
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.kv_cache import CacheShape, SessionCache, SourceCache
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.plane import Piece, Tensors
 from fusion.runtime.planes.products.fused_rows import fused_rows
+from fusion.runtime.planes.products.half import HALF
 from fusion.runtime.planes.products.packed import padded_rows
 from fusion.runtime.planes.sequences import Sequences
 from fusion.runtime.planes.sessions import Sessions, slot_shapes, state_bytes_of

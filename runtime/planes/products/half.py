@@ -10,14 +10,25 @@ sessions reads the matrix once for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # of rows (..., in): (..., out)
 
+# Where the library says whether it has instructions for a dtype; a build without oneDNN has neither
+_CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+HALF = frozenset(_CHECKS)
 _TRIAL_ELEMENTS = 1 << 20  # of a matrix; of a larger one, a part is tried
 TRIAL_ROWS = (2, 3, 5, 8, 16, 40)
 _CANCELLING_COLUMNS = 3  # whose weights make the sums cancel out
+
+
+@cache
+def computes_half(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU, and the library, have instructions for products in half precision."""
+    supported = getattr(torch.ops.mkldnn, _CHECKS[dtype], None)
+    return supported is not None and bool(supported())
 
 
 def is_half_batch_invariant(matrix: torch.Tensor, *, is_addmm: bool) -> bool:

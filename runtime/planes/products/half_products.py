@@ -1,7 +1,8 @@
 """Products in half precision by machine code (`half_code`), with the bits of the library's own: for linear layers, experts and batches.
 
-They are used where the library multiplies row by row, and machine code was compared with it on this machine: with values whose sums
-cancel out, so that what remains is the rounding error of the order. The library multiplies a single row with a matrix (out, in).
+They are used on a CPU without instructions for half precision, where the library multiplies row by row and machine code was compared with
+it: with values whose sums cancel out, so that what remains is the rounding error of the order. The library multiplies a single row with
+a matrix (out, in).
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from functools import cache
 import torch
 
 from fusion.runtime.planes.products.experts import by_expert
-from fusion.runtime.planes.products.half import TRIAL_ROWS, cancelling
+from fusion.runtime.planes.products.half import HALF, TRIAL_ROWS, cancelling, computes_half
 from fusion.runtime.planes.products.half_code import COLUMNS, PARTS, SUMS, product, transposed_product
 from fusion.runtime.planes.products.machine_code import LANES, Function, run_blocks
 
-_HALF = frozenset({torch.bfloat16, torch.float16})
 _TRIAL_BLOCKS = 3
 _LEAST_PRODUCTS = 400  # fewer are added up in another order by `torch.bmm`
 
@@ -66,7 +66,7 @@ def bmm(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         or columns * rows.shape[1] * outputs < _LEAST_PRODUCTS
         or not _fits(rows, matrices, columns)
         or (rows.shape[1] == 1 and not transposed)
-        or rows.dtype not in _HALF
+        or rows.dtype not in HALF
         or rows.device.type != "cpu"
         or not _bmm_has_library_bits(rows.dtype)
     ):
@@ -138,7 +138,8 @@ def _fits(rows: torch.Tensor, matrix: torch.Tensor, columns: int) -> bool:
 @cache
 def _has_library_bits(dtype: torch.dtype, columns: int, transposed: bool) -> bool:
     """Whether products with matrices of so many columns have the bits of `aten.linear`, or of `aten.addmm` if `transposed`."""
-    if (transposed_product if transposed else product)(dtype == torch.bfloat16) is None:
+    code = transposed_product if transposed else product
+    if computes_half(dtype) or code(dtype == torch.bfloat16) is None:
         return False
     # A part of a block, too, where the code supports that
     row, sums_cancel = cancelling(
@@ -169,7 +170,9 @@ def _has_library_bits(dtype: torch.dtype, columns: int, transposed: bool) -> boo
 
 @cache
 def _bmm_has_library_bits(dtype: torch.dtype) -> bool:
-    if product(dtype == torch.bfloat16) is None or transposed_product(dtype == torch.bfloat16) is None:
+    if computes_half(dtype) or not all(
+        code(dtype == torch.bfloat16) for code in (product, transposed_product)
+    ):
         return False
     for columns in (COLUMNS, 4 * SUMS + COLUMNS, 4 * SUMS + COLUMNS + 3):
         row, matrix = cancelling(_TRIAL_BLOCKS * LANES, columns, torch.empty(0, dtype=dtype))

@@ -8,25 +8,17 @@ every gradient. Only the order of a sum differs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 
-# Where the library says whether it has instructions for a dtype; a build without oneDNN has neither
-_CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+from fusion.runtime.planes.products.half import HALF, computes_half
+
 SLOW_FAMILIES = frozenset({"contraction", "convolution", "attention"})  # of the op-set
 
 # An operand in half precision, and the size, strides and offset of what autograd saves of its cast
 _View = tuple[torch.Tensor, torch.Size, tuple[int, ...], int | torch.SymInt]
 _Saved = _View | torch.Tensor
-
-
-@cache
-def computes_half(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU, and the library, have instructions for products in half precision."""
-    supported = getattr(torch.ops.mkldnn, _CHECKS[dtype], None)
-    return supported is not None and bool(supported())
 
 
 def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +51,7 @@ def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_slow(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _CHECKS and not computes_half(value.dtype)
+    return isinstance(value, torch.Tensor) and value.dtype in HALF and not computes_half(value.dtype)
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:
