@@ -20,7 +20,6 @@ from fusion.runtime.planes.kv_cache import CacheShape, SessionCache, SourceCache
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.plane import Piece, Tensors
 from fusion.runtime.planes.products.fused_rows import fused_rows
-from fusion.runtime.planes.products.half import HALF
 from fusion.runtime.planes.products.packed import padded_rows
 from fusion.runtime.planes.sequences import Sequences
 from fusion.runtime.planes.sessions import Sessions, slot_shapes, state_bytes_of
@@ -215,9 +214,8 @@ def _in_half(stage: Stage, slots: Mapping[int, Sequence[CacheShape]]) -> bool:
     """Whether attention is in half precision, where it rounds by the number of queries on a CPU; for a stage without attention, whether an
     output is."""
     output_dtypes = (TORCH_DTYPES[stage.graph.types[ref].dtype] for ref in stage.graph.outputs)
-    return not HALF.isdisjoint(
-        {*output_dtypes, *(shape.dtype for shapes in slots.values() for shape in shapes)}
-    )
+    dtypes = {*output_dtypes, *(shape.dtype for shapes in slots.values() for shape in shapes)}
+    return any(dtype.is_floating_point and dtype.itemsize == 2 for dtype in dtypes)
 
 
 class _Encoder:
