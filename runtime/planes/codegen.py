@@ -27,7 +27,7 @@ from fusion.runtime.planes.input_sizes import TORCH_DTYPES, InputSizes, polynomi
 from fusion.runtime.planes.kernels.in_range import in_range
 from fusion.runtime.planes.preemption import preemption_point
 from fusion.runtime.planes.products.fused_rows import Fused
-from fusion.runtime.planes.products.in_float32 import SLOW_FAMILIES, in_float32
+from fusion.runtime.planes.products.in_float32 import SLOW_FAMILIES, in_float32, is_slow
 from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, returns_several, torch_call
 
@@ -165,7 +165,7 @@ class _Writer:
         if name in self.products:
             return self.call(self.products[name], args, {})
         if op in STATEFUL:
-            stateful = self.in_supported_dtype(op, STATEFUL[op])
+            stateful = self.in_supported_dtype(name, op, STATEFUL[op])
             return self.call(stateful, (*args, state, *self.number(op, name)), {})
         try:
             target, positional, keywords = torch_call(op, args, self.device)
@@ -173,16 +173,20 @@ class _Writer:
             raise GraphError(f"unknown op {op!r:.100}") from None
         if self.device.type == "cuda":
             target = in_range(op, target)
-        target = self.in_supported_dtype(op, target)
+        target = self.in_supported_dtype(name, op, target)
         if self.batch_invariant and op in VECTORISED:
             target = in_full_vectors(target)
         elif self.batch_invariant and spec(op).family == "reduction":
             target = with_contiguous_rows(target)
         return self.call(target, positional, keywords)
 
-    def in_supported_dtype(self, op: str, target: Callable[..., Any]) -> Callable[..., Any]:
-        """The call in a dtype that the device has instructions for."""
-        return in_float32(target) if self.in_float32 and spec(op).family in SLOW_FAMILIES else target
+    def in_supported_dtype(self, name: str, op: str, target: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of the node `name` in a dtype that the device has instructions for."""
+        if not self.in_float32 or spec(op).family not in SLOW_FAMILIES:
+            return target
+        # Operands do not tell: scales of quantised matrices may be in half precision where nothing else is.
+        dtype = TORCH_DTYPES[self.graph.types[Ref(name)].dtype]
+        return in_float32(target, dtype) if is_slow(dtype) else target
 
     def number(self, op: str, name: str) -> tuple[int, ...]:
         if spec(op).keeps:

@@ -21,16 +21,20 @@ _View = tuple[torch.Tensor, torch.Size, tuple[int, ...], int | torch.SymInt]
 _Saved = _View | torch.Tensor
 
 
-def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which returns one tensor, computed in float32 on operands in half precision that the CPU has no instructions for.
+def is_slow(dtype: torch.dtype) -> bool:
+    """Whether it is a half precision that this machine's CPU has no instructions for."""
+    return dtype in HALF and not computes_half(dtype)
+
+
+def in_float32(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """`function`, which returns one tensor of `dtype`, computed in float32 from operands in half precision.
 
     Its backward pass casts the operands again: what autograd would keep of them in float32 takes twice their memory."""
 
     def computed(*args: Any, **keywords: Any) -> Any:
-        half = next((each.dtype for each in args if _is_slow(each)), None)
-        if half is None:
-            return function(*args, **keywords)
-        casts = {id(each): each.float() for each in args if _is_slow(each)}
+        casts = {
+            id(each): each.float() for each in args if isinstance(each, torch.Tensor) and each.dtype in HALF
+        }
         originals = {
             cast.untyped_storage().data_ptr(): each
             for each in args
@@ -45,13 +49,9 @@ def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             result = function(*(casts.get(id(each), each) for each in args), **keywords)
-        return result.to(half)
+        return result.to(dtype)
 
     return computed
-
-
-def _is_slow(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in HALF and not computes_half(value.dtype)
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from fusion.runtime.planes.products import in_float32 as module
-from fusion.runtime.planes.products.in_float32 import in_float32
+from fusion.runtime.planes.products.in_float32 import in_float32, is_slow
 
 CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] = {
     "linear": (functional.linear, ((2, 5, 8), (6, 8), (6,))),
@@ -20,11 +20,6 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]
     "conv2d": (functional.conv2d, ((2, 3, 6, 6), (4, 3, 3, 3))),
     "attention": (functional.scaled_dot_product_attention, ((2, 3, 5, 8),) * 3),
 }
-
-
-@pytest.fixture(autouse=True)
-def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "computes_half", lambda dtype: False)
 
 
 def operands(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -39,7 +34,7 @@ def test_values_and_gradients_are_those_of_float32_rounded(name: str, dtype: tor
     half = operands(shapes, dtype)
     full = tuple(each.detach().float().requires_grad_() for each in half)
 
-    result, expected = in_float32(function)(*half), function(*full)
+    result, expected = in_float32(function, dtype)(*half), function(*full)
     seed = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     result.backward(seed)
     expected.backward(seed.float())
@@ -60,7 +55,7 @@ def test_the_backward_pass_keeps_no_operand_in_float32(name: str) -> None:
         return function(*args)
 
     half = operands(shapes, torch.bfloat16)
-    result = in_float32(noted)(*half)
+    result = in_float32(noted, torch.bfloat16)(*half)
     gc.collect()
     assert result.requires_grad and len(casts) == len(shapes)
     assert all(each.expired() for each in casts)
@@ -69,23 +64,21 @@ def test_the_backward_pass_keeps_no_operand_in_float32(name: str) -> None:
 def test_one_operand_twice_and_a_view_of_it() -> None:
     [half] = operands(((6, 6),), torch.bfloat16)
     full = half.detach().float().requires_grad_()
-    in_float32(torch.matmul)(half, half).sum().backward()
+    in_float32(torch.matmul, torch.bfloat16)(half, half).sum().backward()
     torch.matmul(full, full).sum().backward()
     assert half.grad is not None and full.grad is not None
     torch.testing.assert_close(half.grad.float(), full.grad, rtol=2**-7, atol=2**-5)
     transposed = half.detach()[:, ::2].t()
     assert torch.equal(
-        in_float32(torch.matmul)(transposed, half), (transposed.float() @ half.float()).bfloat16()
+        in_float32(torch.matmul, torch.bfloat16)(transposed, half),
+        (transposed.float() @ half.float()).bfloat16(),
     )
 
 
-def test_float32_is_left_as_it_is() -> None:
-    rows, matrix = torch.randn(3, 4), torch.randn(2, 4)
-    seen: list[torch.Tensor] = []
-
-    def noted(*args: torch.Tensor) -> torch.Tensor:
-        seen.extend(args)
-        return functional.linear(*args)
-
-    in_float32(noted)(rows, matrix)
-    assert seen[0] is rows and seen[1] is matrix
+@pytest.mark.parametrize("supported", [False, True])
+def test_a_cpu_with_instructions_for_half_precision_is_not_slow(
+    supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "computes_half", lambda dtype: supported)
+    assert is_slow(torch.bfloat16) is is_slow(torch.float16) is not supported
+    assert not is_slow(torch.float32)
