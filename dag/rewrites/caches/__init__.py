@@ -4,6 +4,7 @@ and recurrences.
 masks                what an attention mask makes visible, by evaluating it
 relative_bias        a relative position bias, looked up in a table
 own_positions        positions that a model computes itself, replaced by its input
+node_patterns        patterns of a node or two
 eager_attention      the pattern of attention that a model spells out
 repeated_heads       keys and values repeated for grouped-query attention
 selected_keys        keys that an indexer selects for each query

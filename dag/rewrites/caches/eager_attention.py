@@ -7,14 +7,20 @@ by their values (`fusion.dag.rewrites.caches.masks`), not here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fusion.dag.cutting.source import SOURCE
 from fusion.dag.ir.dims import Dim, Poly, symbol, symbols_of
-from fusion.dag.ir.graph import Arg, Graph, Node, Ref
+from fusion.dag.ir.graph import Graph, Node, Ref
 from fusion.dag.ir.opset import spec
 from fusion.dag.rewrites.caches.masks import FAMILIES, HIDDEN, POSITIONS
+from fusion.dag.rewrites.caches.node_patterns import (
+    only_reader,
+    producer,
+    read_once,
+    scalar_constant,
+    scalar_multiple,
+)
 from fusion.dag.rewrites.positions import SEQUENCE
 
 SOFTMAX = "aten.softmax.int"
@@ -111,12 +117,6 @@ def read_attention(graph: Graph, softmax: Node, positional: frozenset[str]) -> E
     return _walk_to_product(graph, x, attention, positional, readers=2)
 
 
-def producer(graph: Graph, ref: Arg) -> Node | None:
-    """The node that produces the value; None for an input, a variable or a constant."""
-    at = graph.node_index.get(ref.name) if isinstance(ref, Ref) else None
-    return None if at is None else graph.nodes[at]
-
-
 def heads_of(dim: object) -> int | None:
     """n if the dimension is n times the batch, else None."""
     if isinstance(dim, Poly) and len(dim.terms) == 1:
@@ -140,19 +140,10 @@ def _is_key_dimension(dim: Dim) -> bool:
     return dim == _S or symbols_of(dim) == {SOURCE}
 
 
-def _only_reader(graph: Graph, ref: Ref) -> Node | None:
-    """The node that reads the value, if it is read once and is no output."""
-    uses = graph.uses.get(ref, ())
-    if len(uses) != 1 or ref in graph.outputs:
-        return None
-    node = graph.nodes[uses[0]]
-    return node if list(node.refs()).count(ref) == 1 else None
-
-
 def _value_product(graph: Graph, softmax: Node) -> tuple[Node, bool] | None:
     """The product with the values, and whether a slice drops the column of the sinks on the way."""
     at, dropped = Ref(softmax.name), False
-    while (node := _only_reader(graph, at)) is not None:
+    while (node := only_reader(graph, at)) is not None:
         if node.op in _PRODUCTS and node.args[0] == at and isinstance(node.args[1], Ref):
             shape, value = graph.types[at].shape, graph.types[node.args[1]].shape
             fits = _is_score_matrix(graph, at) and len(value) == len(shape) and value[-2] == shape[-1]
@@ -173,7 +164,7 @@ def _value_product(graph: Graph, softmax: Node) -> tuple[Node, bool] | None:
 def _strip_sink_column(graph: Graph, x: Ref, attention: EagerAttention) -> Ref | None:
     """The scores without the column of sinks that is concatenated to them; the sinks go into `attention.sinks`."""
     scores_with_max = _strip_row_max(graph, x)
-    if scores_with_max is None and not _read_once(graph, x):
+    if scores_with_max is None and not read_once(graph, x):
         return None
     node = producer(graph, x if scores_with_max is None else scores_with_max)
     if node is None or node.op != "aten.cat" or node.args[1] not in (-1, 3):
@@ -191,7 +182,7 @@ def _strip_sink_column(graph: Graph, x: Ref, attention: EagerAttention) -> Ref |
 def _strip_row_max(graph: Graph, x: Ref) -> Ref | None:
     """The scores before the maximum of each row is subtracted, which does not change a softmax; None if nothing of that kind."""
     node = producer(graph, x)
-    if node is None or node.op != "aten.sub.Tensor" or node.args[2] != 1 or not _read_once(graph, x):
+    if node is None or node.op != "aten.sub.Tensor" or node.args[2] != 1 or not read_once(graph, x):
         return None
     scores, row_max = node.args[:2]
     max_node = producer(graph, row_max)
@@ -218,7 +209,7 @@ def _sink_gate(graph: Graph, scores: Ref, end: Node) -> tuple[Node, Ref] | None:
     rank = len(graph.types[scores].shape)
     if len(logsumexps) != 1 or rank != 4 or logsumexps[0].args[1] not in ((-1,), (rank - 1,)):
         return None
-    difference = _only_reader(graph, Ref(logsumexps[0].name))
+    difference = only_reader(graph, Ref(logsumexps[0].name))
     if (
         difference is None
         or difference.op != "aten.sub.Tensor"
@@ -226,17 +217,17 @@ def _sink_gate(graph: Graph, scores: Ref, end: Node) -> tuple[Node, Ref] | None:
         or difference.args[2] != 1
     ):
         return None
-    sigmoid = _only_reader(graph, Ref(difference.name))
+    sigmoid = only_reader(graph, Ref(difference.name))
     if sigmoid is None or sigmoid.op != "aten.sigmoid":
         return None
     at = Ref(sigmoid.name)
-    step = _only_reader(graph, at)
+    step = only_reader(graph, at)
     if logsumexps[0].args[2] is not True:
         if step is None or step.op != "aten.unsqueeze" or step.args[1] not in (-1, rank - 1):
             return None
         at = Ref(step.name)
-        step = _only_reader(graph, at)
-    scaled = _only_reader(graph, Ref(end.name))
+        step = only_reader(graph, at)
+    scaled = only_reader(graph, Ref(end.name))
     if step is None or step != scaled or step.op != "aten.mul.Tensor" or step.results != end.results:
         return None
     sinks = producer(graph, difference.args[1])
@@ -247,10 +238,6 @@ def _sink_gate(graph: Graph, scores: Ref, end: Node) -> tuple[Node, Ref] | None:
     broadcast_shape = (1, heads, 1, 1) if logsumexps[0].args[2] is True else (1, heads, 1)
     dtypes = {graph.types[ref].dtype for ref in (scores, source, Ref(end.name))}
     return (step, source) if sinks.results[0].shape == broadcast_shape and len(dtypes) == 1 else None
-
-
-def _read_once(graph: Graph, ref: Ref) -> bool:
-    return _only_reader(graph, ref) is not None
 
 
 def _per_head_row(graph: Graph, ref: Ref) -> Ref | None:
@@ -285,7 +272,7 @@ def _walk_to_product(
     if len(graph.uses[ref]) != readers or ref in graph.outputs:
         return None
     scores, walk = ref, _Walk(graph, attention, positional)
-    while _is_score_matrix(graph, ref) and (ref == scores or _read_once(graph, ref)):
+    while _is_score_matrix(graph, ref) and (ref == scores or read_once(graph, ref)):
         node = producer(graph, ref)
         if node is None:
             return None
@@ -366,12 +353,12 @@ class _Walk:
         tanh_input = tanh.args[0]
         inner = producer(self.graph, tanh_input)
         inner_scale = scalar_multiple(self.graph, inner) if inner is not None else None
-        read_once = (
-            _read_once(self.graph, scores)
+        both_read_once = (
+            read_once(self.graph, scores)
             and isinstance(tanh_input, Ref)
-            and _read_once(self.graph, tanh_input)
+            and read_once(self.graph, tanh_input)
         )
-        if inner_scale is None or not self.unscaled or factor <= 0 or not read_once:
+        if inner_scale is None or not self.unscaled or factor <= 0 or not both_read_once:
             return None
         self.attention.softcap = factor
         self.scale = 1.0 if abs(inner_scale[1] * factor - 1) < 1e-6 else inner_scale[1] * factor
@@ -421,40 +408,3 @@ def masked_fill(graph: Graph, node: Node) -> tuple[Ref, AttentionMask] | None:
     ):
         return None
     return scores, AttentionMask(mask, inverted)
-
-
-def scalar_constant(graph: Graph, arg: Arg) -> float | None:
-    """The number that the argument is, or that its scalar tensor holds; None for anything else."""
-    if isinstance(arg, Ref):
-        node = producer(graph, arg)
-        if node is None or node.results[0].shape != ():
-            return None
-        if node.op == "aten.full":
-            arg = node.args[1]
-        elif node.op == "aten.scalar_tensor":
-            arg = node.args[0]
-    return float(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else None
-
-
-_MULTIPLIES: Mapping[str, bool] = {
-    "aten.mul.Tensor": True, "aten.mul.Scalar": True, "aten.div.Tensor": False, "aten.div.Scalar": False,
-}  # fmt: skip
-
-
-def scalar_multiple(graph: Graph, node: Node) -> tuple[Ref, float] | None:
-    """The tensor that the node multiplies by a number, and the number."""
-    if node.op not in _MULTIPLIES:
-        return None
-    tensor, multiplier = node.args[:2]
-    factor = scalar_constant(graph, multiplier)
-    if factor is None and _MULTIPLIES[node.op]:
-        tensor, factor = multiplier, scalar_constant(graph, tensor)
-    if factor is None or factor == 0 or not isinstance(tensor, Ref):
-        return None
-    return tensor, factor if _MULTIPLIES[node.op] else 1 / factor
-
-
-def swaps_last_two(transpose: Node) -> bool:
-    """Whether the node swaps the last two dimensions."""
-    rank = len(transpose.results[0].shape)
-    return {d % rank for d in transpose.args[1:] if isinstance(d, int)} == {rank - 1, rank - 2}

@@ -29,11 +29,10 @@ from fusion.dag.rewrites.caches.eager_attention import (
     AttentionMask,
     EagerAttention,
     heads_of,
-    producer,
     read_attention,
-    swaps_last_two,
 )
 from fusion.dag.rewrites.caches.masks import MAX_CHUNK, POSITIONS, Evaluate
+from fusion.dag.rewrites.caches.node_patterns import producer, swaps_last_two
 from fusion.dag.rewrites.caches.own_positions import use_position_ids
 from fusion.dag.rewrites.caches.repeated_heads import before_repeat
 from fusion.dag.rewrites.caches.selected_keys import Selection, top_k_masks, without_full_selections

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusion.dag.ir.graph import Graph, Ref
-from fusion.dag.rewrites.caches.eager_attention import producer
+from fusion.dag.rewrites.caches.node_patterns import producer
 
 
 def before_repeat(graph: Graph, ref: Ref) -> Ref | None:

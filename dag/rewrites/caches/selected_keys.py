@@ -17,10 +17,8 @@ from fusion.dag.rewrites.caches.eager_attention import (
     AttentionBias,
     AttentionMask,
     masked_fill,
-    producer,
-    scalar_multiple,
-    swaps_last_two,
 )
+from fusion.dag.rewrites.caches.node_patterns import producer, scalar_multiple, swaps_last_two
 from fusion.dag.rewrites.positions import SEQUENCE
 
 _S = symbol(SEQUENCE)
