@@ -27,7 +27,7 @@ from fusion.runtime.planes.input_sizes import TORCH_DTYPES, InputSizes, polynomi
 from fusion.runtime.planes.kernels.in_range import in_range
 from fusion.runtime.planes.preemption import preemption_point
 from fusion.runtime.planes.products.fused_rows import Fused
-from fusion.runtime.planes.products.in_float32 import SLOW_FAMILIES, in_float32, is_slow
+from fusion.runtime.planes.products.in_float32 import in_supported_dtype
 from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, returns_several, torch_call
 
@@ -182,11 +182,9 @@ class _Writer:
 
     def in_supported_dtype(self, name: str, op: str, target: Callable[..., Any]) -> Callable[..., Any]:
         """The call of the node `name` in a dtype that the device has instructions for."""
-        if not self.in_float32 or spec(op).family not in SLOW_FAMILIES:
-            return target
         # Operands do not tell: scales of quantised matrices may be in half precision where nothing else is.
         dtype = TORCH_DTYPES[self.graph.types[Ref(name)].dtype]
-        return in_float32(target, dtype) if is_slow(dtype) else target
+        return in_supported_dtype(op, target, dtype) if self.in_float32 else target
 
     def number(self, op: str, name: str) -> tuple[int, ...]:
         if spec(op).keeps:

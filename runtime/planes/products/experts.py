@@ -55,12 +55,21 @@ def expert_linear(
     first: int,
     of: int,
     transposed: bool,
+    *,
+    compute_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`fusion.expert_linear`, with gradients."""
+    """`fusion.expert_linear`, with gradients; computed in `compute_dtype`, or in the dtype of the weight."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, weight, bias)):
-        output: torch.Tensor = _ExpertLinear.apply(rows, ids, weight, bias, first, transposed)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _ExpertLinear.apply(  # type: ignore[no-untyped-call]
+            rows, ids, weight, bias, first, transposed, compute_dtype
+        )
         return output
-    return _forward(rows, ids, weight, bias, first, transposed)
+    return _forward(rows, ids, weight, bias, first, transposed, compute_dtype)
+
+
+def expert_linear_in_float32(*args: Any) -> torch.Tensor:
+    """The same computed in float32, of operands in half precision. One expert is cast at a time: those of a layer may be most of a stage."""
+    return expert_linear(*args, compute_dtype=torch.float32)
 
 
 def pack_experts(weight: torch.Tensor, *, transposed: bool) -> PackedExperts | None:
@@ -108,7 +117,7 @@ def padded_expert_linear(
 ) -> torch.Tensor:
     """`fusion.expert_linear` for decoding with matrices that are not packed, where products of several rows are batch-invariant.
     `row_count`: maps the rows of an expert to the rows to run."""
-    product = _padded_product(_library_product(weight, bias, transposed), row_count)
+    product = _padded_product(_library_product(weight, bias, transposed, weight.dtype), row_count)
     return by_expert(rows, ids, first, weight.shape[0], _out_features(weight, transposed), product)
 
 
@@ -142,8 +151,9 @@ def _forward(
     bias: torch.Tensor | None,
     first: int,
     transposed: bool,
+    compute_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    product = _library_product(weight, bias, transposed)
+    product = _library_product(weight, bias, transposed, compute_dtype or weight.dtype)
     return by_expert(rows, ids, first, weight.shape[0], _out_features(weight, transposed), product)
 
 
@@ -151,10 +161,13 @@ def _out_features(weight: torch.Tensor, transposed: bool) -> int:
     return int(weight.shape[2 if transposed else 1])
 
 
-def _library_product(weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> Product:
+def _library_product(
+    weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool, dtype: torch.dtype
+) -> Product:
     def product(group: torch.Tensor, expert: int) -> torch.Tensor:
-        matrix = weight[expert].t() if transposed else weight[expert]
-        output: torch.Tensor = torch._C._nn.linear(group, matrix, None if bias is None else bias[expert])
+        matrix = (weight[expert].t() if transposed else weight[expert]).to(dtype)
+        offset = None if bias is None else bias[expert].to(dtype)
+        output: torch.Tensor = torch._C._nn.linear(group.to(dtype), matrix, offset)
         return output
 
     return product
@@ -163,7 +176,7 @@ def _library_product(weight: torch.Tensor, bias: torch.Tensor | None, transposed
 def by_expert(
     rows: torch.Tensor, ids: torch.Tensor, first: int, held: int, out: int, product: Product
 ) -> torch.Tensor:
-    """(rows, out): `product` of each row with its expert, or zeros where that is not held here."""
+    """(rows, out) in the dtype of the rows: `product` of each row with its expert, or zeros where that is not held here."""
     order, groups = _groups(ids, first, held)
     sorted_rows = rows.index_select(0, order)
     sorted_output = rows.new_zeros(rows.shape[0], out)
@@ -192,10 +205,11 @@ class _ExpertLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         first: int,
         transposed: bool,
+        compute_dtype: torch.dtype | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, ids, weight)
-        ctx.first, ctx.transposed = first, transposed
-        return _forward(rows, ids, weight, bias, first, transposed)
+        ctx.first, ctx.transposed, ctx.compute_dtype = first, transposed, compute_dtype or weight.dtype
+        return _forward(rows, ids, weight, bias, first, transposed, compute_dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
@@ -209,11 +223,12 @@ class _ExpertLinear(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight) if wants_weight else None
         bias_gradient = weight.new_zeros(weight.shape[0], gradient.shape[1]) if wants_bias else None
         for expert, start, end in groups:
-            group_gradient, matrix = sorted_gradient[start:end], weight[expert]
+            group_gradient = sorted_gradient[start:end].to(ctx.compute_dtype)
             if sorted_rows_gradient is not None:
+                matrix = weight[expert].to(ctx.compute_dtype)
                 sorted_rows_gradient[start:end] = group_gradient @ (matrix.t() if ctx.transposed else matrix)
             if weight_gradient is not None:
-                group = sorted_rows[start:end]
+                group = sorted_rows[start:end].to(ctx.compute_dtype)
                 weight_gradient[expert] = (
                     group.t() @ group_gradient if ctx.transposed else group_gradient.t() @ group
                 )
@@ -221,4 +236,4 @@ class _ExpertLinear(torch.autograd.Function):
                 bias_gradient[expert] = group_gradient.sum(0)
         if sorted_rows_gradient is not None:
             rows_gradient = torch.empty_like(sorted_rows_gradient).index_copy_(0, order, sorted_rows_gradient)
-        return rows_gradient, None, weight_gradient, bias_gradient, None, None
+        return rows_gradient, None, weight_gradient, bias_gradient, None, None, None

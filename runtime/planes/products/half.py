@@ -1,10 +1,9 @@
 """Products of rows with a matrix in half precision, by the library's kernels, with the bits that `generate()` gets in half precision.
 
-On a processor without instructions for half precision, the library multiplies row by row, which is batch-invariant
-(`half_products` does the same faster). With them
-(AVX512-BF16, AMX), it runs another kernel for one row than for several. `generate()` prefills a prompt in one piece and then decodes
-one position at a time. To get the same bits in any batch, each piece has a product of its own here; so a batch of many decoding
-sessions reads the matrix once for each.
+On a processor without instructions for half precision, the library multiplies row by row, which is batch-invariant (`half_products` does
+the same faster). With them (AVX512-BF16, AMX), it runs another kernel for one row than for several. `generate()` prefills a prompt in
+one piece and then decodes one position at a time. To get the same bits in any batch, each piece has a product of its own here; so a
+batch of many decoding sessions reads the matrix once for each.
 """
 
 from __future__ import annotations
@@ -21,6 +20,9 @@ _CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkld
 HALF = frozenset(_CHECKS)
 _TRIAL_ELEMENTS = 1 << 20  # of a matrix; of a larger one, a part is tried
 TRIAL_ROWS = (2, 3, 5, 8, 16, 40)
+WIDEST_TRIAL = (
+    1 << 16
+)  # columns; a trial of more would take gigabytes, for a matrix that only a stranger would make
 _CANCELLING_COLUMNS = 3  # whose weights make the sums cancel out
 
 
@@ -39,6 +41,8 @@ def is_half_batch_invariant(matrix: torch.Tensor, *, is_addmm: bool) -> bool:
     out: what remains is the rounding error of the order.
     """
     width = matrix.shape[0 if is_addmm else 1]
+    if width > WIDEST_TRIAL:
+        return False
     outputs = min(matrix.shape[1 if is_addmm else 0], max(1, _TRIAL_ELEMENTS // max(1, width)))
     row, part = cancelling(outputs, width, matrix)
     if is_addmm:

@@ -4,8 +4,8 @@ instructions for half precision.
 There the library multiplies with a matrix (outputs, columns) by dot products in float32 (`dot_with_fp32_arith` of PyTorch's
 ReducedPrecisionFloatGemvFastPathKernel.cpp): 64 sums, of every 64th product, are added by halving; columns beyond the last multiple
 of 64 have eight sums of their own. With a matrix (columns, outputs) it has four sums, of every fourth product (`gemm_notrans_` of
-BlasKernel.cpp). It does so row after row, and reads the whole matrix for each. Here several rows share what is
-read. A product of two such numbers is exact in float32, so only the order of the sums matters, which is the same.
+BlasKernel.cpp). It does so row after row, and reads the whole matrix for each. Here several rows share what is read. A product of two
+such numbers is exact in float32, so only the order of the sums matters, which is the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _OUTPUTS = {6: 1, 5: 1, 4: 1, 3: 2, 2: 2, 1: 4}
 
 @cache
 def product(bfloat16: bool) -> Function | None:
-    """A function of (input in float32, by row the columns up to the last multiple of SUMS as (PARTS, n, LANES), and the others; matrix (outputs, columns) in bfloat16 or float16, output (rows,
-    outputs) in float32; first block of 16 outputs, last, rows, columns, outputs). None where this machine is not supported."""
+    """A function of (input in float32: of each row, the columns up to the last multiple of SUMS as (PARTS, n, LANES), then the others;
+    matrix (outputs, columns) in bfloat16 or float16; output (rows, outputs) in float32; first block of 16 outputs, last, rows, columns,
+    outputs). None where this machine is not supported."""
     return jit_compile(3, 5, lambda code: _Writer(code, bfloat16).write())
 
 
@@ -47,9 +48,9 @@ class _Writer:
         code = self.code
         self.input, self.matrix, self.output, first, last, rows, self.columns, self.outputs = code.arguments
         self.aligned = code.aligned_end(code.index(0), self.columns, SUMS)
-        # Sums of a tile: the first and third part of each dot product, and the second
+        # Sums of a tile: of parts 0 and 2 of each dot product, and of part 1
         place = code.ir.ArrayType(code.float32, LANES * LANES * max(_OUTPUTS))
-        self.odd_parts, self.even_parts = (code.untyped(self.build.alloca(place)) for _ in range(2))
+        self.even_part_sums, self.odd_part_sums = (code.untyped(self.build.alloca(place)) for _ in range(2))
         code.tiles(first, last, rows, [(count, 1) for count in _OUTPUTS], self.tile)
 
     def tile(self, row: Any, count: int, block: Any, _: int) -> None:
@@ -87,15 +88,15 @@ class _Writer:
                     build.add(build.mul(number, code.index(len(rows))), code.index(r)), code.index(LANES)
                 )
                 if part == 2:
-                    total = build.fadd(code.load(self.odd_parts, place, code.float32, LANES), total)
+                    total = build.fadd(code.load(self.even_part_sums, place, code.float32, LANES), total)
                 if part == 3:
-                    total = build.fadd(code.load(self.even_parts, place, code.float32, LANES), total)
-                    total = build.fadd(code.load(self.odd_parts, place, code.float32, LANES), total)
+                    total = build.fadd(code.load(self.odd_part_sums, place, code.float32, LANES), total)
+                    total = build.fadd(code.load(self.even_part_sums, place, code.float32, LANES), total)
                     output = build.add(build.mul(row, self.outputs), build.add(begin, number))
                     tail = self.tail(row, build.add(begin, number))
                     code.store(build.fadd(code.lane_sum(total), tail), self.output, output)
                 else:
-                    code.store(total, self.even_parts if part == 1 else self.odd_parts, place)
+                    code.store(total, self.odd_part_sums if part == 1 else self.even_part_sums, place)
 
     def sums(self, part: int, rows: Sequence[Any], outputs: Sequence[Any]) -> Sequence[Any]:
         """The sums of one part of every 64 products, for each output and row."""

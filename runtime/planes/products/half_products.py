@@ -1,8 +1,8 @@
 """Products in half precision by machine code (`half_code`), with the bits of the library's own: for linear layers, experts and batches.
 
-They are used on a CPU without instructions for half precision, where the library multiplies row by row and machine code was compared with
-it: with values whose sums cancel out, so that what remains is the rounding error of the order. The library multiplies a single row with
-a matrix (out, in).
+They are used on a CPU without instructions for half precision, where the library multiplies row by row, and after a comparison with it,
+of values whose sums cancel out: what remains is the rounding error of the order. Of a single row and a matrix (out, in), the library
+is as fast.
 """
 
 from __future__ import annotations
@@ -12,11 +12,18 @@ from functools import cache
 import torch
 
 from fusion.runtime.planes.products.experts import by_expert
-from fusion.runtime.planes.products.half import HALF, TRIAL_ROWS, cancelling, computes_half
+from fusion.runtime.planes.products.half import (
+    HALF,
+    TRIAL_ROWS,
+    WIDEST_TRIAL,
+    cancelling,
+    computes_half,
+)
 from fusion.runtime.planes.products.half_code import COLUMNS, PARTS, SUMS, product, transposed_product
 from fusion.runtime.planes.products.machine_code import LANES, Function, run_blocks
 
 _TRIAL_BLOCKS = 3
+_BIASED_ROWS = 4  # of fewer rows, products are tried with a bias as well: it is added to each row alone
 _LEAST_PRODUCTS = 400  # fewer are added up in another order by `torch.bmm`
 
 
@@ -27,11 +34,16 @@ def linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) 
     return multiply(rows.reshape(-1, rows.shape[-1]), matrix, bias).view(*rows.shape[:-1], len(matrix))
 
 
+def linear_transposed(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """(count, out): the same of rows (count, in) with a matrix (in, out)."""
+    if not _fits(rows, matrix, matrix.shape[0]):
+        return torch._C._nn.linear(rows, matrix.t(), bias)
+    return multiply_transposed(rows, matrix, bias)
+
+
 def addmm(bias: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, *_: object) -> torch.Tensor:
     """`aten.addmm` with beta and alpha 1 of rows (count, in) with a matrix (in, out) that `in_machine_code` accepts."""
-    if not _fits(rows, matrix, matrix.shape[0]):
-        return torch.addmm(bias, rows, matrix)
-    return multiply_transposed(rows, matrix, bias)
+    return linear_transposed(rows, matrix, bias)
 
 
 def expert_linear(
@@ -44,14 +56,10 @@ def expert_linear(
     transposed: bool,
 ) -> torch.Tensor:
     """`fusion.expert_linear` with matrices that `in_machine_code` accepts."""
+    product = linear_transposed if transposed else linear
 
     def of_expert(group: torch.Tensor, expert: int) -> torch.Tensor:
-        matrix, offset = weight[expert], None if bias is None else bias[expert]
-        if not transposed:
-            return linear(group, matrix, offset)
-        if not _fits(group, matrix, matrix.shape[0]):
-            return torch._C._nn.linear(group, matrix.t(), offset)
-        return multiply_transposed(group, matrix, offset)
+        return product(group, weight[expert], None if bias is None else bias[expert])
 
     held, *shape = weight.shape
     return by_expert(rows, ids, first, held, shape[1 if transposed else 0], of_expert)
@@ -62,7 +70,8 @@ def bmm(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     columns, outputs = matrices.shape[1:]
     transposed = matrices.stride(2) == 1
     if (
-        (outputs if transposed else columns) % COLUMNS
+        not (transposed or matrices.stride(1) == 1)  # the library adds up in another order
+        or (outputs if transposed else columns) % COLUMNS
         or columns * rows.shape[1] * outputs < _LEAST_PRODUCTS
         or not _fits(rows, matrices, columns)
         or (rows.shape[1] == 1 and not transposed)
@@ -137,35 +146,35 @@ def _fits(rows: torch.Tensor, matrix: torch.Tensor, columns: int) -> bool:
 
 @cache
 def _has_library_bits(dtype: torch.dtype, columns: int, transposed: bool) -> bool:
-    """Whether products with matrices of so many columns have the bits of `aten.linear`, or of `aten.addmm` if `transposed`."""
+    """Whether products with matrices of so many columns have the bits of `aten.linear`, and of `aten.addmm` if `transposed`."""
     code = transposed_product if transposed else product
-    if computes_half(dtype) or code(dtype == torch.bfloat16) is None:
+    if columns > WIDEST_TRIAL or computes_half(dtype) or code(dtype == torch.bfloat16) is None:
         return False
     # A part of a block, too, where the code supports that
-    row, sums_cancel = cancelling(
-        _TRIAL_BLOCKS * LANES + (0 if transposed else 5), columns, torch.empty(0, dtype=dtype)
-    )
+    outputs = _TRIAL_BLOCKS * LANES + (0 if transposed else 5)
+    most = max(TRIAL_ROWS)
+    row, sums_cancel = cancelling(outputs, columns, torch.empty(0, dtype=dtype))
     generator = torch.Generator().manual_seed(0)
-    other_rows, other_matrix = (
-        torch.randn(count, columns, generator=generator).to(dtype)
-        for count in (max(TRIAL_ROWS), len(sums_cancel))
+    others, matrix, bias = (
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((most, columns), (outputs, columns), (outputs,))
     )
-    bias = torch.randn(len(sums_cancel), generator=generator).to(dtype)
-    for rows, matrix in ((row[0].expand(max(TRIAL_ROWS), columns), sums_cancel), (other_rows, other_matrix)):
-        stored = matrix.t().contiguous() if transposed else matrix
-        as_stored = stored.t() if transposed else stored
-        for count in (1, *TRIAL_ROWS):
-            for offset in (None, torch.zeros_like(bias), bias):
-                made = (multiply_transposed if transposed else multiply)(rows[:count], stored, offset)
-                if not torch.equal(made, torch._C._nn.linear(rows[:count], as_stored, offset)):
-                    return False
-                if (
-                    transposed
-                    and offset is not None
-                    and not torch.equal(made, torch.addmm(offset, rows[:count], stored))
-                ):
-                    return False
-    return True
+    return all(
+        _same_bits(rows[:count], weight.t().contiguous() if transposed else weight, offset, transposed)
+        for rows, weight in ((row[0].expand(most, columns), sums_cancel), (others, matrix))
+        for count in (1, *TRIAL_ROWS)
+        for offset in ((None, torch.zeros_like(bias), bias) if count < _BIASED_ROWS else (None,))
+    )
+
+
+def _same_bits(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> bool:
+    """Whether the code and the library make the same of these. `matrix`: (out, in), or (in, out) if `transposed`."""
+    if not transposed:
+        return torch.equal(multiply(rows, matrix, bias), torch._C._nn.linear(rows, matrix, bias))
+    made = multiply_transposed(rows, matrix, bias)
+    return torch.equal(made, torch._C._nn.linear(rows, matrix.t(), bias)) and (
+        bias is None or torch.equal(made, torch.addmm(bias, rows, matrix))
+    )
 
 
 @cache

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
+from fusion.dag.ir.opset import spec
+from fusion.dag.rewrites.experts import EXPERT_LINEAR
+from fusion.runtime.planes.products.experts import expert_linear_in_float32
 from fusion.runtime.planes.products.half import HALF, computes_half
 
-SLOW_FAMILIES = frozenset({"contraction", "convolution", "attention"})  # of the op-set
+_SLOW_FAMILIES = frozenset({"contraction", "convolution", "attention"})  # of the op-set
 
 # An operand in half precision, and the size, strides and offset of what autograd saves of its cast
 _View = tuple[torch.Tensor, torch.Size, tuple[int, ...], int | torch.SymInt]
@@ -24,6 +27,13 @@ _Saved = _View | torch.Tensor
 def is_slow(dtype: torch.dtype) -> bool:
     """Whether it is a half precision that this machine's CPU has no instructions for."""
     return dtype in HALF and not computes_half(dtype)
+
+
+def in_supported_dtype(op: str, function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """`function`, which computes the op with a result of `dtype`, or one that computes it in float32 if that is faster here."""
+    if spec(op).family not in _SLOW_FAMILIES or not is_slow(dtype):
+        return function
+    return expert_linear_in_float32 if op == EXPERT_LINEAR else in_float32(function, dtype)
 
 
 def in_float32(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

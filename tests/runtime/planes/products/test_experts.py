@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusion.runtime.planes.products import experts
 from fusion.runtime.planes.products.experts import (
     expert_linear,
+    expert_linear_in_float32,
     pack_experts,
     packed_expert_linear,
     padded_expert_linear,
@@ -80,6 +81,41 @@ def test_gradients_are_those_of_the_products_one_by_one(transposed: bool) -> Non
     assert torch.autograd.gradcheck(product, (leaves["rows"], leaves["weight"], leaves["bias"]))
     wanted = one_by_one(**values, first=2, transposed=transposed)
     assert torch.allclose(product(**leaves), wanted)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_computed_in_float32_is_that_of_float32_rounded(
+    dtype: torch.dtype, transposed: bool
+) -> None:
+    values = given(9, 2 * HELD, transposed=transposed)
+    ids = values.pop("ids")
+    half = {n: v.to(dtype).requires_grad_() for n, v in values.items()}
+    full = {n: v.detach().float().requires_grad_() for n, v in half.items()}
+
+    def product(function: Any, rows: Any, weight: Any, bias: Any) -> torch.Tensor:
+        output: torch.Tensor = function(rows, ids, weight, bias, 2, 2 * HELD, transposed)
+        return output
+
+    made, expected = product(expert_linear_in_float32, **half), product(expert_linear, **full)
+    assert torch.equal(made, expected.to(dtype))
+    seed = torch.randn(9, OUT).to(dtype)
+    made.backward(seed)
+    expected.backward(seed.float())
+    for name, each in half.items():
+        wanted = full[name].grad
+        assert each.grad is not None and wanted is not None
+        assert torch.equal(each.grad, wanted.to(dtype)), name
+
+
+def test_one_expert_at_a_time_is_cast_to_float32() -> None:
+    values = given(40, HELD, transposed=False, dtype=torch.bfloat16)
+    args = (values["rows"], values["ids"], values["weight"].requires_grad_(), None, 0, HELD, False)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        expert_linear_in_float32(*args).sum().backward()
+    casts = [e.input_shapes[0] for e in profile.events() if e.name == "aten::_to_copy"]
+    assert casts.count([OUT, IN]) == HELD  # a matrix in the forward pass; the rows need no gradient
+    assert all(len(shape) < 3 for shape in casts)
 
 
 def test_no_more_is_computed_than_the_chosen_experts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.products import half_products
-from fusion.runtime.planes.products.half import cancelling
+from fusion.runtime.planes.products.half import cancelling, is_half_batch_invariant
 from fusion.runtime.planes.products.half_code import PARTS, SUMS, product
 from fusion.runtime.planes.products.half_products import in_machine_code
 
@@ -68,6 +68,17 @@ def test_machine_code_is_not_used_for_other_matrices(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(half_products, "_has_library_bits", half_products._has_library_bits.__wrapped__)
     monkeypatch.setattr(torch._C._nn, "linear", lambda *args: library(*args) + 2**-6)
     assert not in_machine_code(matrix)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_no_trial_is_run_for_a_matrix_wider_than_a_model_has(
+    transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = 1 << 30  # of which one row in float32 takes 4 GiB
+    matrix = torch.empty(1, dtype=torch.bfloat16).expand(*((columns, 16) if transposed else (16, columns)))
+    monkeypatch.setattr(torch.Tensor, "is_contiguous", lambda self: True)
+    assert not in_machine_code(matrix, transposed=transposed)
+    assert not is_half_batch_invariant(matrix, is_addmm=transposed)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -147,5 +158,8 @@ def test_a_batch_of_products_has_the_bits_of_the_library(
     rows = row.expand(2, count, columns).contiguous()
     rows[1] = torch.randn(count, columns)
     stored = torch.stack([matrix, torch.randn(outputs, columns).to(dtype)])
-    for matrices in (stored.transpose(1, 2), stored.transpose(1, 2).contiguous()):
+    apart = torch.stack([stored, stored], -1)[..., 0].transpose(
+        1, 2
+    )  # neither columns nor outputs are adjacent
+    for matrices in (stored.transpose(1, 2), stored.transpose(1, 2).contiguous(), apart):
         assert torch.equal(half_products.bmm(rows, matrices), torch.bmm(rows, matrices))
