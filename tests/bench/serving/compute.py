@@ -1,6 +1,7 @@
-"""Measures a served model on one core without peers and links: seconds of a token and of a prompt.
+"""Measures a served model on one core without peers and links: seconds of a token, of a prompt, and of a token each for eight sessions.
 
-    python compute.py DIRECTORY PROMPT_TOKENS MAX_SEQUENCE    prints {"token_seconds": x, "prompt_seconds": x}
+    python compute.py DIRECTORY PROMPT_TOKENS MAX_SEQUENCE
+        prints {"token_seconds": x, "prompt_seconds": x, "batch_seconds": x}
 
 In a process of its own, with one thread, through the code that the stages run."""
 
@@ -21,11 +22,12 @@ from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.capture.sources import huggingface
 from fusion.runtime.job.spec import HuggingFaceConfig
 from fusion.runtime.peer.plane_choice import TORCH, choose
-from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.plane import DecodingStage, Piece
 
 TOKENS = 48  # that the time of one is the median of
 PROMPTS = 3
 CHUNK = 256
+SESSIONS = 8  # of the batch
 
 
 def measure(directory: Path, prompt_tokens: int, max_sequence: int) -> dict[str, float]:
@@ -47,7 +49,23 @@ def measure(directory: Path, prompt_tokens: int, max_sequence: int) -> dict[str,
             token_seconds.append(time.perf_counter() - began)
         plane.close(name)
     # Of prompts the quickest: whatever else this machine does only adds to it.
-    return {"token_seconds": statistics.median(token_seconds), "prompt_seconds": min(prompt_seconds)}
+    return {
+        "token_seconds": statistics.median(token_seconds),
+        "prompt_seconds": min(prompt_seconds),
+        "batch_seconds": _batch_seconds(plane),
+    }
+
+
+def _batch_seconds(plane: DecodingStage) -> float:
+    sessions = [f"session {n}" for n in range(SESSIONS)]
+    for session in sessions:
+        plane.open(session, TOKENS)
+    seconds = []
+    for position in range(TOKENS):
+        began = time.perf_counter()
+        plane.run([_piece(session, position, 1) for session in sessions])
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def _piece(session: str, start: int, length: int) -> Piece:
