@@ -166,11 +166,12 @@ class Matrices:
         """None: the operator itself."""
         if matrix in self._packed:
             return linear
-        if matrix in self._half_code:
-            return half_products.linear
+        if matrix in self._invariant_halves:
+            product = half_products.linear if matrix in self._half_code else torch._C._nn.linear
+            return self.by_piece.unless_contiguous(product) if batched else product
         if batched and matrix in self._by_piece:
             return self.by_piece.linear
-        if batched and not self._fixed_rows and matrix not in self._linears.keys() | self._invariant_halves:
+        if batched and not self._fixed_rows and matrix not in self._linears:
             return row_by_row
         return None
 

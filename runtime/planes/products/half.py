@@ -14,6 +14,7 @@ from functools import cache
 import torch
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # of rows (..., in): (..., out)
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]  # rows, matrix, bias
 
 # Where the library says whether it has instructions for a dtype; a build without oneDNN has neither
 _CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -31,6 +32,11 @@ def computes_half(dtype: torch.dtype) -> bool:
     """Whether this machine's CPU, and the library, have instructions for products in half precision."""
     supported = getattr(torch.ops.mkldnn, _CHECKS[dtype], None)
     return supported is not None and bool(supported())
+
+
+def rounds_before_bias(rows: torch.Tensor) -> bool:
+    """Whether `aten.linear` of the library rounds the products of these rows before it adds a bias, and the sums again."""
+    return rows.dim() > 2 and not rows.is_contiguous()
 
 
 def is_half_batch_invariant(matrix: torch.Tensor, *, is_addmm: bool) -> bool:
@@ -91,6 +97,16 @@ class ByPiece:
 
     def linear(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._each(rows, lambda part: torch._C._nn.linear(part, matrix, bias))
+
+    def unless_contiguous(self, product: Linear) -> Linear:
+        """`product` where it has the bits of a row alone, and products by piece otherwise: the library rounds rows of a view twice, but a row of
+        a view is contiguous."""
+
+        def linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            rounds_twice = bias is not None and rounds_before_bias(rows)
+            return (self.linear if rounds_twice else product)(rows, matrix, bias)
+
+        return linear
 
     def addmm(
         self, bias: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, beta: float, alpha: float

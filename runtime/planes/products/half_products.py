@@ -18,18 +18,26 @@ from fusion.runtime.planes.products.half import (
     WIDEST_TRIAL,
     cancelling,
     computes_half,
+    rounds_before_bias,
 )
 from fusion.runtime.planes.products.half_code import COLUMNS, PARTS, SUMS, product, transposed_product
 from fusion.runtime.planes.products.machine_code import LANES, Function, run_blocks
 
 _TRIAL_BLOCKS = 3
 _BIASED_ROWS = 4  # of fewer rows, products are tried with a bias as well: it is added to each row alone
-_LEAST_PRODUCTS = 400  # fewer are added up in another order by `torch.bmm`
+_LEAST_PRODUCTS = (
+    400  # fewer are added up in another order by `torch.bmm`, as which a view's linear layer may run
+)
 
 
 def linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """(..., out): `aten.linear` of rows (..., in) with a matrix (out, in) that `in_machine_code` accepts."""
-    if not _fits(rows, matrix, matrix.shape[1]) or rows.numel() == rows.shape[-1]:
+    if (
+        not _fits(rows, matrix, matrix.shape[1])
+        or rows.numel() == rows.shape[-1]
+        or matrix.numel() < _LEAST_PRODUCTS
+        or (bias is not None and rounds_before_bias(rows))
+    ):
         return torch._C._nn.linear(rows, matrix, bias)
     return multiply(rows.reshape(-1, rows.shape[-1]), matrix, bias).view(*rows.shape[:-1], len(matrix))
 

@@ -55,6 +55,24 @@ def test_a_row_has_the_bits_of_its_own_piece_in_any_company(op: str, dtype: torc
     assert torch.equal(made[:, :10], torch.cat([alone, five, alone, alone, alone, alone], 1))
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_row_of_a_view_has_the_bits_of_its_own_piece_in_any_company(
+    dtype: torch.dtype, has_bias: bool
+) -> None:
+    graph, values, _ = of_one_product("aten.linear", dtype)
+    values |= {"w": torch.randn(48, 64).to(dtype), "b": torch.randn(48).to(dtype)}
+    found = Matrices(graph, values, torch.device("cpu"))
+    rows = torch.randn(1, 10, 128).to(dtype)[..., 64:]
+    lengths = [1, 5, 1, 3]
+    found.by_piece.begin(lengths, [False, False, False, True], 10)
+    bias = values["b"] if has_bias else None
+    made = found.products(batched=True)["y"](rows, values["w"], bias)
+    parts = rows.split([1, 5, 1, 1, 1, 1], 1)
+    expected = [torch._C._nn.linear(part, values["w"], bias) for part in parts]
+    assert torch.equal(made, torch.cat(expected, 1))
+
+
 def test_of_the_last_positions_each_comes_alone() -> None:
     rows, matrix = torch.randn(1, 3, 8), torch.randn(4, 8)
     seen = []
