@@ -84,6 +84,11 @@ class StageWork:
         return self._rad.waits_for
 
     @property
+    def ends(self) -> bool:
+        """Whether no further step begins: the job waits for the snapshot of the last one."""
+        return self._ends
+
+    @property
     def largest_bytes(self) -> int:
         """The largest tensor that the stage waits for."""
         return self._rad.inbox.largest_bytes

@@ -6,7 +6,8 @@ stalled votes from then on that the owner is gone, though it answers, and if it 
 over. An idle lead reports nothing: each stage detects that by itself.
 
 The lead replaces in the same way an owner that keeps a snapshot from becoming durable
-(`fusion.runtime.training.snapshots.late_parts` decides): without its last snapshot a job does not end.
+(`fusion.runtime.training.snapshots.late_parts` decides): without its last snapshot a job does not end. Where the lead is that owner, the
+other stages detect it themselves.
 
 All times are fractions or multiples of the context's `stall_seconds`.
 """
@@ -14,11 +15,14 @@ All times are fractions or multiples of the context's `stall_seconds`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.training.lead.lead import Lead
+from fusion.runtime.training.snapshots.late_parts import BELIEVED, LeadDoubt
 from fusion.runtime.training.stage_messages import Outbox
 from fusion.runtime.training.stage_work import StageWork
 from fusion.runtime.training.step import messages as m
@@ -28,6 +32,9 @@ from fusion.swarm.claims.election import stands_by, winner
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.api import GLANCE_SECONDS
 from fusion.swarm.directory.records import ClaimRecord
+from fusion.swarm.transport import PeerId
+
+log = logging.getLogger(__name__)
 
 CHECK_PERIOD = 1 / 60
 # From one report to the lead to the next; and for an owner to leave before its standbys are asked to take over
@@ -50,6 +57,10 @@ class StallWatch:
         self._idle: dict[int, tuple[Holding, float]] = {}  # stage -> its idle owner, and since when we know
         self._voted = False  # against any owner, since the last commit
         self._evaluates = False  # the step after the last commit evaluates the model
+        self._lead_doubt = LeadDoubt()
+        self._doubted: tuple[PeerId, float] | None = None  # the lead, and the wait, that it is about
+        self._unproven: set[PeerId] = set()  # leads that we voted against without a proof
+        self._doubting: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         here, least = self._work.here, self._context.stall_seconds
@@ -61,6 +72,8 @@ class StallWatch:
             while True:
                 await asyncio.sleep(CHECK_PERIOD * least)
                 await self._check(self._clock, _now())
+                if self._outbox.lead is None and (self._doubting is None or self._doubting.done()):
+                    self._doubting = group.create_task(self._doubt_snapshot(self._clock.snapshot_patience))
                 self._ask_standbys(_now(), group)
 
     def receive(self, event: m.Message | StageEvent) -> None:
@@ -91,10 +104,12 @@ class StallWatch:
         self._clock = clock.see(now, mark, busy=waits_for is None)
         pause = REPORT_PERIOD * self._context.stall_seconds
         if lead is not None and now - self._reported_at >= pause:
-            late, patience = lead.late_in_snapshot, clock.snapshot_patience
-            if suspects := late(patience):
+            patience = clock.snapshot_patience
+            believed = self._work.snapshots.waited_seconds >= BELIEVED * patience
+            late = partial(lead.late_in_snapshot, patience, believed=believed)
+            if suspects := late():
                 self._reported_at = now
-                await self._replace_first(lead, suspects, lambda: late(patience) == suspects)
+                await self._replace_first(lead, suspects, lambda: late() == suspects)
         if waits_for is not None and self._stands_still(1.0) and now - self._reported_at >= pause:
             self._reported_at = now
             if lead is not None:
@@ -107,7 +122,8 @@ class StallWatch:
             else:
                 self._outbox.send(0, m.Suspect(m.NO_JOIN, waits_for=waits_for))
                 if self._stands_still(LEAD_STALLS):
-                    await self._doubt_lead(ask=waits_for in (LEAD, 0))
+                    stalled = partial(self._stands_still, LEAD_STALLS)
+                    await self._vote_against_lead(stalled, ask=waits_for in (LEAD, 0))
 
     @property
     def _waits_for(self) -> int | None:
@@ -144,9 +160,43 @@ class StallWatch:
                     self._clock = replace(self._clock, since=_now())  # for the next owner
                 return
 
-    async def _doubt_lead(self, *, ask: bool) -> None:
-        """The lead does nothing about the stalled step: vote against it, unless it waits for a stage without an owner. `ask`: ask its
-        standbys to take over, too: we wait for the lead itself, others only for stages that do."""
+    async def _doubt_snapshot(self, patience: float) -> None:
+        """Find out whether it is the lead that keeps a snapshot from becoming durable, and vote against it if so."""
+        snapshots, job = self._work.snapshots, self._work.here.job
+        leader, since, index = (
+            self._context.leases.known_holder(job, 0),
+            snapshots.waits_since,
+            snapshots.indexed,
+        )
+        if leader is None or since is None:
+            return
+        if (leader, since) != self._doubted:
+            self._lead_doubt, self._doubted = LeadDoubt(), (leader, since)
+        doubt = replace(self._lead_doubt, unproven=len(self._unproven - {leader}))
+        waited = snapshots.waited_seconds, snapshots.attempt_seconds
+        pause = REPORT_PERIOD * self._context.stall_seconds
+        match doubt.next(*waited, patience, indexed=index is not None, ending=self._work.ends):
+            case "check" if index is not None:
+                refused = await snapshots.refuses_shard(0, index)
+                if (
+                    refused
+                ):  # a lead deletes its shard when it requests another snapshot, which we may not know yet
+                    await asyncio.sleep(pause)
+                    refused = snapshots.indexed == index and await snapshots.refuses_shard(0, index)
+                refused &= snapshots.indexed == index
+                if (leader, since) == self._doubted:
+                    self._lead_doubt = replace(doubt, checked=snapshots.waited_seconds, refused=refused)
+            case "vote":
+                if not doubt.refused and leader not in self._unproven:
+                    log.warning("the lead of job %.8s does not complete its last snapshot", job)
+                    self._unproven.add(leader)
+                await self._vote_against_lead(lambda: snapshots.waits_since == since, ask=True, kept=True)
+                await asyncio.sleep(pause)
+
+    async def _vote_against_lead(self, still: Callable[[], bool], *, ask: bool, kept: bool = False) -> None:
+        """The lead does nothing about what the job waits for: vote against it, unless it waits for a stage without an owner. `ask`: ask
+        its standbys to take over, too: we wait for the lead itself, others only for stages that do. `still`: whether that is so once
+        claims were read; `kept`: as in `_vote_against`."""
         law = self._context.access.law(self._work.here.job)
         if law is None:
             return
@@ -158,17 +208,18 @@ class StallWatch:
         reads = await asyncio.gather(*(self._claims(stage) for stage in {0, *unknown}))
         owners = [winner(claims) for claims in reads]
         owner = winner(self._context.leases.recent(law.job, 0))
-        if owner is not None and all(owners) and self._stands_still(LEAD_STALLS):
-            self._vote_against(owner, ask=ask)
+        if owner is not None and all(owners) and still():
+            self._vote_against(owner, ask=ask, kept=kept)
 
     async def _claims(self, stage: int) -> tuple[ClaimRecord, ...]:
         return await self._context.leases.claims_or_recent(self._work.here.job, stage, GLANCE_SECONDS)
 
-    def _vote_against(self, owner: ClaimRecord, *, ask: bool = True) -> None:
+    def _vote_against(self, owner: ClaimRecord, *, ask: bool = True, kept: bool = False) -> None:
+        """`kept`: whatever steps are committed, which would show that an owner does its part of them."""
         takeover, here = self._context.takeover, self._work.here
         if takeover is None or owner.peer == self._context.peer_id:
             return
-        self._voted = True
+        self._voted |= not kept
         before = self._idle.get(owner.stage)
         if ask and (before is None or before[0].peer != owner.peer):
             self._idle[owner.stage] = Holding(owner.peer, owner.term), _now()

@@ -18,12 +18,12 @@ STEPS = 30
 
 
 def train(
-    peers: Peers, folder: Path, lie: str, *, first_lies: bool = False
+    peers: Peers, folder: Path, lie: str, *, first_lies: bool = False, second_lies: bool = True
 ) -> tuple[list[dict[str, object]], str]:
-    """The records of a job of which a stage begins at a peer that lies so, and that peer."""
+    """The records of a job of which a stage begins at a peer that lies so, and the second peer."""
     prefix = (sys.executable, lying_peer.__file__, lie)
     first = peers.start("first", prefix=prefix if first_lies else ())
-    liar = peers.start("liar", bootstrap=(first.address,), prefix=prefix)
+    liar = peers.start("liar", bootstrap=(first.address,), prefix=prefix if second_lies else ())
     peers.start("third", bootstrap=(first.address,))
     job = write_job(
         folder / "job.toml",
@@ -61,3 +61,11 @@ def test_a_job_ends_though_an_owner_saves_no_state(peers: Peers, tmp_path: Path)
     owners = [record["owners"] for record in said if record["event"] == "progress" and record["owners"]]
     assert said[-1]["state"] == "done" and said[-1]["step"] == STEPS
     assert liar in owners[0] and owners[-1][1] not in owners[0]
+
+
+def test_a_job_ends_though_its_lead_saves_no_state(peers: Peers, tmp_path: Path) -> None:
+    """The other owner checks the lead's shard once it has waited for three minutes, and votes against it."""
+    said, _ = train(peers, tmp_path, "lead-shard", first_lies=True, second_lies=False)
+    owners = [record["owners"] for record in said if record["event"] == "progress" and record["owners"]]
+    assert said[-1]["state"] == "done" and said[-1]["step"] == STEPS
+    assert owners[-1][0] not in owners[0] and owners[-1][1] == owners[0][1]

@@ -3,7 +3,8 @@
     python tests/support/lying_peer.py LIE <the command of a peer>
 
 LIE is "fails" (every step from the fifth on raises), "nan" (from then on its norm is NaN, and it reports that it received
-numbers that are not finite), "noise" (the same, but only at the fifth step), or "shards" (it saves blobs without a state).
+numbers that are not finite), "noise" (the same, but only at the fifth step), "shards" (it saves blobs without a state for all
+stages but the first), or "lead-shard" (for the first).
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ FROM_STEP = 5
 
 
 def install(lie: str) -> None:
-    if lie == "shards":
-        save_no_state()
+    if lie in ("shards", "lead-shard"):
+        save_no_state(leading=lie == "lead-shard")
     else:
         report_lies(lie)
 
 
-def save_no_state() -> None:
+def save_no_state(*, leading: bool) -> None:
     from fusion.runtime.training.snapshots.stage_files import StageFiles
 
     honest = StageFiles.save
 
     async def save(self: Any, version: Any, state: Any) -> Any:
-        if self._stage.index == 0:  # a lead believes its own shard
-            return await honest(self, version, state)
-        return await self.put(b"no state at all")
+        if (self._stage.index == 0) == leading:
+            return await self.put(b"no state at all")
+        return await honest(self, version, state)
 
     StageFiles.save = save  # type: ignore[method-assign]
 

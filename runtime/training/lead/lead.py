@@ -213,14 +213,15 @@ class Lead:
             waits[0] = waits_for
         return self._state.culprits(waits, unanimous=unanimous)
 
-    def late_in_snapshot(self, least_seconds: float) -> tuple[int, ...]:
-        """The stages of which one owner is to be replaced, as a snapshot is not durable after `least_seconds` or more."""
+    def late_in_snapshot(self, least_seconds: float, *, believed: bool) -> tuple[int, ...]:
+        """The stages of which one owner is to be replaced, as a snapshot is not durable after `least_seconds` or more. `believed`: other
+        stages would have voted against us if our own shard were invalid."""
         state = self._state
         if state.phase != "running":
             return ()
         moved = {stage for _, stage, peer in state.stood_still if peer != state.peers.get(stage)}
         ending = after(self._config, state.step, stopping=state.stopping).finish
-        return self._snapshots.late(least_seconds, moved, ending=ending)
+        return self._snapshots.late(least_seconds, moved, ending=ending, believed=believed)
 
     def replace_idle(self, stage: int, peer: PeerId, term: int) -> None:
         """The step has stalled at that owner of `stage`: tell it to give the stage up."""

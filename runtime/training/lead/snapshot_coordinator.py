@@ -69,11 +69,13 @@ class SnapshotCoordinator:
         """Whether to take a snapshot before the next step, by its cost and the losses so far."""
         return self._period.due(self._clock())
 
-    def late(self, least_seconds: float, moved: Collection[int], *, ending: bool) -> tuple[int, ...]:
+    def late(
+        self, least_seconds: float, moved: Collection[int], *, ending: bool, believed: bool
+    ) -> tuple[int, ...]:
         """The stages of which one owner is to be replaced, once the snapshot under way is overdue, or the last one was given up, after
-        `least_seconds` or more."""
+        `least_seconds` or more. `believed`: as in `LateParts.suspects`."""
         late = self._late_parts() if self._period.overdue(self._clock()) else self._given_up
-        return late.suspects(moved, ending=ending) if late.seconds >= least_seconds else ()
+        return late.suspects(moved, ending=ending, believed=believed) if late.seconds >= least_seconds else ()
 
     def _late_parts(self) -> LateParts:
         if self._collector.complete and self._index is None:  # the stages wait for our index

@@ -194,27 +194,35 @@ class StageFiles:
                 owners = {**owners, before: await self._owner_of(before, look=look)}
                 copies = copies_at(self._stage.index, stages, owners)
         for stage in copies:
-            # The author of the index may be a stranger. A shard is no larger than its stage's memory, apart from its header, which
-            # is most of the shard of a very small stage.
-            needs = self._manifest.memory_bytes
-            most = file_bytes(COPY_TIMES * needs[stage], 0) if needs else None
-            graph = None if self._graphs is None else await self._graphs.of(self._job, self._manifest)
-            digest, version = index.shards[stage], index.checkpoint(index_digest).version
-            try:
-                path = await self._blobs.fetch(digest, self._near(stage, owners), max_bytes=most)
-                self._keep(index.step, index_digest, digest)
-                if graph is not None:
-                    await self._check_copy(path, graph[0][stage], version)
-            except (BlobError, JobError) as error:
-                raise ShardRefused(stage, error) from error
+            await self._hold_shard(index_digest, index, stage, owners)
         if own is not None:
             self._context.seen.take_part(self._job, self._stage.index, index_digest, index.step)
 
-    async def _check_copy(self, path: Path, stage: Stage, version: Version) -> None:
-        """Raises JobError for a shard that the stage's next owner could not load: earlier snapshots are deleted once this one is
-        durable."""
-        residuals = self._residuals_of(stage)
-        await asyncio.to_thread(self._shards.check_state, path, stage, residuals, version)
+    async def check_shard(self, index_digest: Digest, stage: int, owners: Mapping[int, PeerId]) -> None:
+        """Fetch the shard of a stage in this snapshot, which the stage's next owner has to load. Raises QuotaExceeded where there is no
+        room here, BlobError, JobError."""
+        await self._hold_shard(index_digest, await self._index(index_digest, owners), stage, owners)
+
+    async def _hold_shard(
+        self, index_digest: Digest, index: snapshot.Index, number: int, owners: Mapping[int, PeerId]
+    ) -> None:
+        """Hold a copy of the shard of stage `number`. Raises QuotaExceeded, BlobError, JobError; ShardRefused for a shard that the stage's
+        next owner could not load: earlier snapshots are deleted once this one is durable."""
+        # The author of the index may be a stranger. A shard is no larger than its stage's memory, apart from its header, which
+        # is most of the shard of a very small stage.
+        needs = self._manifest.memory_bytes
+        most = file_bytes(COPY_TIMES * needs[number], 0) if needs else None
+        graph = None if self._graphs is None else await self._graphs.of(self._job, self._manifest)
+        digest, version = index.shards[number], index.checkpoint(index_digest).version
+        try:
+            path = await self._blobs.fetch(digest, self._near(number, owners), max_bytes=most)
+            self._keep(index.step, index_digest, digest)
+            if graph is not None:
+                stage = graph[0][number]
+                residuals = self._residuals_of(stage)
+                await asyncio.to_thread(self._shards.check_state, path, stage, residuals, version)
+        except (BlobError, JobError) as error:
+            raise ShardRefused(number, error) from error
 
     def _residuals_of(self, stage: Stage) -> dict[str, tuple[int, ...]]:
         train = self._manifest.train

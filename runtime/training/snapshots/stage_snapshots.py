@@ -67,12 +67,15 @@ class StageSnapshots:
         )
         # Steps of earlier ones, or of those before a restore: they may be durable without our knowing.
         self._doubtful: tuple[int, ...] = ()
+        self.waits_since: float | None = None  # by `clock`: as in `waited_seconds`
+        self._begun_at = clock()  # the attempt
 
     async def take(self, version: Version) -> None:
         """Copy the state, which is that of `version`. It is saved, and reported to the lead, beside the steps that follow; an
         earlier save that has not succeeded is given up."""
         state, seconds = await self._compute.run(self._timed_state)
         self._requested = None  # also a save of the same state: a full disk must not hold up the steps
+        self._replica = None
         await self._saved()
         self._requested = version
         self._saving = self._spawn(self._save(version, state, seconds))
@@ -96,6 +99,32 @@ class StageSnapshots:
             except SwarmError as error:
                 log.warning("the index of a snapshot could not be stored: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
+
+    @property
+    def waited_seconds(self) -> float:
+        """Since we reported our shard of a snapshot, if no snapshot has become durable since; else 0."""
+        return 0.0 if self.waits_since is None else self._clock() - self.waits_since
+
+    @property
+    def attempt_seconds(self) -> float:
+        """The same, since the attempt began at most."""
+        return min(self.waited_seconds, self._clock() - self._begun_at)
+
+    @property
+    def indexed(self) -> Digest | None:
+        """The index of the snapshot under way, once the lead has written it."""
+        return self._replica
+
+    async def refuses_shard(self, stage: int, index: Digest) -> bool:
+        """Whether a copy of that stage's shard of this snapshot can neither be fetched nor loaded. Our own full disk proves nothing."""
+        try:
+            await self._files.check_shard(index, stage, self._owners())
+        except QuotaExceeded:
+            return False
+        except (SwarmError, JobError) as error:
+            log.warning("stage %d refuses the shard of stage %d: %s", self._stage, stage, error)
+            return True
+        return False
 
     def hold(
         self, step: int, index: Digest, away: int = m.NEXT_STAGE, *, after: asyncio.Event | None = None
@@ -145,6 +174,7 @@ class StageSnapshots:
         if self._held is not None:
             self._doubt(self._held)
             self._held = None
+        self._begun_at, self._replica = self._clock(), None
         self.hold_again()
 
     def _doubt(self, step: int) -> None:
@@ -183,7 +213,9 @@ class StageSnapshots:
         return self._files.has_part(index, step)
 
     def saved(self, checkpoint: Checkpoint) -> None:
-        """`checkpoint` is durable."""
+        """The lead reports that `checkpoint` is durable."""
+        if self.has_part(checkpoint.digest, checkpoint.step):
+            self.waits_since = None
         if checkpoint.rank > self.newest.rank:
             self.newest, self.before = checkpoint, self.newest
         before = self.before if checkpoint == self.newest else None
@@ -234,6 +266,8 @@ class StageSnapshots:
                         await asyncio.sleep(RETRY_SECONDS)
                 continue
             self._send(m.Shard(step, digest, seconds, version.history, snapshot.FURTHEST))
+            if self.waits_since is None:
+                self.waits_since = self._clock()
             return
 
     async def _saved(self) -> None:

@@ -254,6 +254,10 @@ def refuses_every_copy(host: TrainingHost) -> None:
                 (2, 1, saves_nothing, True),
                 (3, 1, saves_nothing, False),
                 (3, 2, names_a_shard_that_nobody_has, True),
+                (3, 0, saves_other_bytes, False),
+                (2, 0, saves_other_bytes, True),
+                (3, 0, names_a_shard_that_nobody_has, True),
+                (3, 0, saves_nothing, True),
                 (3, 1, refuses_every_copy, False),
                 (3, 1, refuses_every_copy, True),
             )
@@ -274,12 +278,17 @@ def test_an_owner_that_keeps_snapshots_from_being_durable_is_replaced(
             known = await reached(owners[0], work, 19, snapshot_step=18)
             await spare.stand_by(work.prepared, victim, record_of(owners[0], work, known))
             lie(owners[victim].service._hosts[job, victim])
+            lead = spare if victim == 0 else owners[0]
             if ending:
                 await reached(owners[0], work, known.step + 10)
             else:
                 await until(lambda: victim in spare.tasks)
-                await reached(owners[0], work, known.step + 10, snapshot_step=known.snapshot_step + 3)
-            losses = await stopped(made, owners[0], work)
+                await reached(lead, work, known.step + 10, snapshot_step=known.snapshot_step + 3)
+            if ending and victim == 0:
+                owners[0].service.stop(job)
+                await until(lambda: victim in spare.tasks)
+                await reached(spare, work, known.step + 3)
+            losses = await stopped(made, lead, work)
             assert victim in spare.tasks
         assert_bit_identical(losses, await undisturbed(tmp_path / "calm", module, stages, max(losses) + 1))
 

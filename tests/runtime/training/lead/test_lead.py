@@ -231,13 +231,16 @@ def test_a_stage_that_holds_no_copies_is_late() -> None:
     table = _awaiting_snapshot(spawn=_at_once, put=_somewhere)
     index = table.last(m.Replicate).index
     table.lead.receive(0, m.Held(1, index))
-    assert table.lead.late_in_snapshot(1000.0) == (1,) and table.lead.late_in_snapshot(1000.1) == ()
+    assert (
+        table.lead.late_in_snapshot(1000.0, believed=True) == (1,)
+        and table.lead.late_in_snapshot(1000.1, believed=True) == ()
+    )
     table.lead.receive(1, m.Held(1, index))
-    assert table.lead.late_in_snapshot(0.0) == ()
+    assert table.lead.late_in_snapshot(0.0, believed=True) == ()
 
 
 def test_no_stage_is_late_that_waits_for_the_lead() -> None:
-    assert _awaiting_snapshot().lead.late_in_snapshot(1000.0) == (), "no index is stored yet"
+    assert _awaiting_snapshot().lead.late_in_snapshot(1000.0, believed=True) == (), "no index is stored yet"
 
 
 def test_a_stage_that_accuses_one_that_does_not_exist_is_late_itself() -> None:
@@ -245,4 +248,4 @@ def test_a_stage_that_accuses_one_that_does_not_exist_is_late_itself() -> None:
     table.lead.receive(0, m.Held(1, table.last(m.Replicate).index))
     for accused in (STAGES, -1, 10**12):
         table.lead.receive(1, m.Held(1, m.NOTHING, "could not hold the snapshot of step 1", accused))
-        assert table.lead.late_in_snapshot(1000.0) == (1,)
+        assert table.lead.late_in_snapshot(1000.0, believed=True) == (1,)

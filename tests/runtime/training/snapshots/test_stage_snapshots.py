@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.stages import until
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
@@ -14,6 +15,7 @@ from fusion.runtime.job.worker import Worker
 from fusion.runtime.training.compute.inbox import StagePlan
 from fusion.runtime.training.snapshots import stage_snapshots
 from fusion.runtime.training.snapshots.loaded_stage import Loaded
+from fusion.runtime.training.snapshots.stage_files import ShardRefused
 from fusion.runtime.training.snapshots.stage_snapshots import StageSnapshots
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
@@ -63,6 +65,8 @@ class Files:
         # The newest snapshot, and what stays that is newer and may be one.
         self.not_given_up: list[tuple[int, set[int]]] = []
         self.no_room: Exception = BlobError("no room")
+        self.held: set[Digest] = set()  # indexes that have our shard
+        self.refused: Exception | None = None  # another stage's shard
 
     async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
         step = version.step
@@ -99,6 +103,13 @@ class Files:
     async def forget_given_up(self, newest: Checkpoint, kept: set[int]) -> None:
         self.not_given_up.append((newest.step, kept))
 
+    def has_part(self, index: Digest | None, step: int) -> bool:
+        return index in self.held
+
+    async def check_shard(self, index: Digest, stage: int, owners: Mapping[int, PeerId]) -> None:
+        if self.refused is not None:
+            raise self.refused
+
     def _try(self, what: int | Digest) -> None:
         self.tried.set()
         if what in self.lost:
@@ -111,13 +122,20 @@ class Stand:
     def __init__(self, compute: Worker, group: asyncio.TaskGroup) -> None:
         self.plane, self.codecs, self.files = Plane(), Codecs(), Files()
         self.told: list[m.Message] = []
+        self.now = 0.0
         nothing: Any = None
         plane: Any = self.plane
         files: Any = self.files
         codecs: Any = self.codecs
         loaded = Loaded(plan=PLAN, plane=plane, batches=nothing, files=files, start=START)
         self.snapshots = StageSnapshots(
-            loaded, codecs, compute, dict, self.told.append, lambda work: group.create_task(work)
+            loaded,
+            codecs,
+            compute,
+            dict,
+            self.told.append,
+            lambda work: group.create_task(work),
+            lambda: self.now,
         )
 
     @property
@@ -311,6 +329,69 @@ def test_what_stays_is_the_newest_snapshot_and_the_one_before_it() -> None:
                 for step in (2, 6, 4):  # the last one is heard of late
                     stand.snapshots.saved(Checkpoint(step=step, digest=D[step]))
             assert stand.files.kept == [(2, 0), (6, 2), (4, None)]
+
+    asyncio.run(main())
+
+
+def test_a_stage_waits_for_the_first_snapshot_that_has_its_shard_and_is_not_durable() -> None:
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            snapshots = stand.snapshots
+            for step in (1, 2):  # the first one is given up
+                stand.now = 10.0 * step
+                await snapshots.take(Version(step, "a"))
+                await until(lambda step=step: (step, D[step]) in stand.heard)
+            assert (snapshots.waits_since, snapshots.waited_seconds, snapshots.attempt_seconds) == (
+                10,
+                10,
+                10,
+            )
+            stand.now = 30.0
+            snapshots.begin()
+            stand.now = 35.0
+            assert (snapshots.waited_seconds, snapshots.attempt_seconds) == (25, 5)
+            snapshots.saved(Checkpoint(step=2, digest=D[7]))  # the lead says so, but it has another shard
+            assert snapshots.waited_seconds == 25
+            stand.files.held.add(D[8])
+            snapshots.saved(Checkpoint(step=2, digest=D[8]))
+            assert (snapshots.waits_since, snapshots.waited_seconds) == (None, 0)
+
+    asyncio.run(main())
+
+
+def test_a_new_request_or_attempt_ends_the_snapshot_whose_shards_may_be_checked() -> None:
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            for over in (lambda: stand.snapshots.take(Version(2, "a")), lambda: _begin(stand)):
+                stand.snapshots.hold(1, D[9])
+                await until(lambda: stand.snapshots.indexed == D[9])
+                await over()
+                assert stand.snapshots.indexed is None
+
+    asyncio.run(main())
+
+
+async def _begin(stand: Stand) -> None:
+    stand.snapshots.begin()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "refused"),
+    [
+        (None, False),
+        (ShardRefused(0, JobError("no state")), True),
+        (BlobError("nobody has the index"), True),
+        (QuotaExceeded("the disk is full"), False),
+    ],
+)
+def test_a_shard_is_refused_unless_our_own_disk_is_full(trouble: Exception | None, refused: bool) -> None:
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            stand.files.refused = trouble
+            assert await stand.snapshots.refuses_shard(0, D[1]) == refused
 
     asyncio.run(main())
 
