@@ -143,6 +143,10 @@ class OpSpec:
             if arg is None and parameter.optional:
                 values[parameter.name] = None
             elif not _ACCEPTS[parameter.type](arg):
+                if isinstance(arg, Poly):
+                    raise GraphError(
+                        f"{self.name}: argument {parameter.name} has to be a number, and is {arg}"
+                    )
                 raise GraphError(
                     f"{self.name}: argument {parameter.name} is not of the sort {parameter.type}"
                 )

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.utils._sympy.functions import Mod, PythonMod
 
 from fusion.dag.cutting.positional import COUNTER
 from fusion.dag.ir.dims import Poly, named_symbols, symbols_of
@@ -76,7 +77,10 @@ def _require_known_types(graph: Graph, exported: ExportedProgram) -> None:
         try:
             infer(node.op, node.args, cleaned.types)
         except GraphError as error:
-            raise CaptureError(f"{error}{lines.get(node.name, '')}") from error
+            at = lines.get(node.name, "")
+            raise CaptureError(
+                f"{error}{at}: it has to hold for every size of the batch and the sequence"
+            ) from error
 
 
 class _Lowering:
@@ -243,7 +247,9 @@ class _Lowering:
                 try:
                     self.call(node, name)
                 except (CaptureError, GraphError) as error:
-                    raise CaptureError(f"{error}{line_of_node(node)}") from error
+                    raise CaptureError(
+                        f"{_bounded_by_remainder(node) or error}{line_of_node(node)}"
+                    ) from error
 
     def getitem(self, node: fx.Node) -> None:
         """Bind one of the results of a call."""
@@ -504,6 +510,16 @@ def _updates_statistic(call: fx.Node, statistic: fx.Node) -> bool:
         ["running_mean"],
         ["running_var"],
     )
+
+
+def _bounded_by_remainder(node: fx.Node) -> str:
+    """Why the op-set has no size for a slice up to or from a remainder of another size; empty for anything else."""
+    bounds = (arg.meta.get("val") for arg in node.args if isinstance(arg, fx.Node))
+    if op_name(node.target) == "aten.slice.Tensor" and any(
+        isinstance(bound, torch.SymInt) and bound.node.expr.has(Mod, PythonMod) for bound in bounds
+    ):
+        return "a slice ends or begins at a remainder of a size, and may be empty: use torch.where or a mask"
+    return ""
 
 
 def _line_of_region(region: fx.GraphModule) -> str:

@@ -438,14 +438,36 @@ def branches(x: torch.Tensor) -> torch.Tensor:
         ),
         (lambda x: x + torch.tensor([float(i) for i in range(300)])[: x.shape[1]], "register it as a buffer"),
         (lambda x: "text", "not a tensor"),
-        (lambda x: x[:2] * 2, r"cannot tell whether 2 is within batch, at \S*test_capture\.py:\d+$"),
+        (
+            lambda x: x[:2] * 2,
+            r"cannot tell whether 2 is within batch, at \S*test_capture\.py:\d+: it has to hold for every size",
+        ),
         (lambda x: x * x.sum().item(), r"keep the tensor, at \S*test_capture\.py:\d+$"),
+        (
+            lambda x: x[::2] * 2,
+            r"not a multiple of 2, at \S*test_capture\.py:\d+: it has to hold for every size",
+        ),
+        (
+            lambda x: torch.conv1d(x[None], x[:, None], groups=x.shape[0]),
+            r"groups has to be a number, and is batch, at \S*test_capture\.py:\d+$",
+        ),
     ],
 )
 def test_what_has_no_place_in_a_graph_is_refused_in_one_line(function: Callable[..., Any], why: str) -> None:
     with pytest.raises(CaptureError, match=why) as refusal:
         capture_module(Applied(function), {"x": torch.randn(2, 3)})
     assert "\n" not in str(refusal.value)
+
+
+def test_a_slice_up_to_a_remainder_is_refused_with_its_line() -> None:
+    def parts(x: torch.Tensor) -> torch.Tensor:
+        whole = x.shape[0] - x.shape[0] % 3
+        return torch.cat([x[:whole], x[whole:]])
+
+    with pytest.raises(
+        CaptureError, match=r"a remainder of a size, .*use torch.where or a mask, at \S*:\d+$"
+    ):
+        capture_module(Applied(parts), {"x": torch.randn(6, 3)})
 
 
 class Shifted(nn.Module):
