@@ -79,11 +79,10 @@ def plan(
 
 async def plan_model(context: Context, spec: ServingSpec, output: Output) -> bool:
     """Show what serving a model would take on the swarm; whether it fits. Raises as `read_servable`."""
-    from fusion.runtime.launch.prepare_serving import remarks
-    from fusion.runtime.launch.servable import read_servable
+    from fusion.runtime.launch.prepare_serving import remarks, servable
     from fusion.runtime.launch.serving_plan import plan_serving, with_stored_weights
 
-    model = await asyncio.to_thread(read_servable, spec, output.status)
+    model = await asyncio.to_thread(servable, spec, output.status, context.home)
     for line in await asyncio.to_thread(remarks, spec.path, model):
         output.note(line)
     seen = await takers(context)

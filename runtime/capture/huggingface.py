@@ -6,6 +6,9 @@ are read from the files on demand, a stage at a time, under their names in the m
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -88,6 +91,29 @@ class HuggingFaceModel:
                 self.module, maximum_sequence=longest, maximum_source=length, features=channels
             )
         return capture_language_model(self.module, training=training, maximum_sequence=longest)
+
+    @property
+    def fingerprint(self) -> str:
+        """What the graph for inference follows from: the library's code, the configuration, and the module's tensors but the values of
+        parameters."""
+        code = Path(inspect.getfile(type(self.module)))
+        tensors = [
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        ]
+        first_names: dict[int, str] = {}
+        described = [
+            (
+                name, first_names.setdefault(id(tensor), name), [*tensor.shape], str(tensor.dtype),
+                "" if tensor.is_meta or isinstance(tensor, nn.Parameter) else _digest(tensor),
+            )
+            for name, tensor in tensors
+        ]  # fmt: skip
+        status = code.stat()
+        library = _transformers().__version__, str(code), status.st_size, status.st_mtime_ns
+        kind = self.dtype, self.max_sequence, repr(self.source), repr(self.pooling)
+        config: Any = self.module.config
+        return json.dumps([library, kind, config.to_dict(), described], sort_keys=True, default=str)
 
     def read(self, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:
         """The values of these variables, in the dtype of the graph. JobError names one that no file has, or that has another shape there."""
@@ -203,6 +229,13 @@ def open_model(
         source=source,
         pooling=pooling,
     )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """A digest of its values."""
+    return hashlib.sha256(
+        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def _transformers() -> Any:

@@ -48,6 +48,8 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 FORMAT = 1
 
 Read = Callable[[Iterable[Variable]], dict[str, torch.Tensor]]
+Captured = tuple[Graph, int]  # for inference, and its largest number of positions
+Remember = Callable[[str, Callable[[], Captured]], Captured]  # of a model's fingerprint, and what captures it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +150,9 @@ def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path |
     )
 
 
-def in_files(path: Path, dtype: str | None = None) -> LanguageModel:
-    """The model of a directory or GGUF file, for serving. `dtype`: None for that of its files. Raises JobError, CaptureError."""
+def in_files(path: Path, dtype: str | None = None, remember: Remember | None = None) -> LanguageModel:
+    """The model of a directory or GGUF file, for serving. `dtype`: None for that of its files; `remember`: if
+    graphs that were captured before are to count (`CapturedBefore.of`). Raises JobError, CaptureError."""
     check_model(path)
     if path.is_file():
         return gguf(path, model_dtype(dtype, FLOAT32, {}, str(path)))
@@ -157,19 +160,26 @@ def in_files(path: Path, dtype: str | None = None) -> LanguageModel:
         check_tokenizer(path / TOKENIZER_FILE)
     if is_exported_directory(path):
         return exported(path, dtype)
-    return huggingface(HuggingFaceConfig(path=path), training=False, dtype=dtype)
+    return huggingface(HuggingFaceConfig(path=path), training=False, dtype=dtype, remember=remember)
 
 
 def huggingface(
-    config: HuggingFaceConfig, *, training: bool, seed: int = 0, dtype: str | None = None
+    config: HuggingFaceConfig,
+    *,
+    training: bool,
+    seed: int = 0,
+    dtype: str | None = None,
+    remember: Remember | None = None,
 ) -> LanguageModel:
-    """A Hugging Face model directory; without its weights, initialised from `seed`. `dtype`: see `open_model`; training is in float32. Raises
-    JobError, CaptureError."""
+    """A Hugging Face model directory; without its weights, initialised from `seed`. `dtype`: see `open_model`; training is in float32. `remember`: as
+    in `in_files`. Raises JobError, CaptureError."""
     from fusion.runtime.capture.huggingface import open_model
 
     model = open_model(config.path, weights=config.weights, seed=seed, dtype=FLOAT32 if training else dtype)
     files = (config.path / name for name in CONFIG_FILES)
-    inference, longest = _captured(model)
+    inference, longest = (
+        _captured(model) if remember is None else remember(model.fingerprint, lambda: _captured(model))
+    )
     weights = model.weights
     return LanguageModel(
         about=About(
@@ -221,7 +231,7 @@ def gguf(path: Path, dtype: str = FLOAT32) -> LanguageModel:
     )
 
 
-def _captured(model: HuggingFaceModel) -> tuple[Graph, int]:
+def _captured(model: HuggingFaceModel) -> Captured:
     """The graph for inference, and its maximum number of positions. Code that compares the length of a sequence with that of a table may behave
     otherwise at exactly that length: then the maximum is one position less."""
     longest = model.max_sequence

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fusion.runtime.capture.generation import ignored_settings
+from fusion.runtime.capture.lowering.captured_before import CapturedBefore
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.servable import Servable, read_servable
 from fusion.runtime.launch.serving_spec import ServingSpec
@@ -34,9 +35,9 @@ def prepare_serving(
     now: Callable[[], float] = time.time,
 ) -> Prepared:
     """A job that serves the model. One whose attention is not recognised is served without a KV cache: each token computes the whole
-    prefix, which is exact. `home`: of the last placements, if they are to count (`PlacementsBefore`). `note` gets the lines of
+    prefix, which is exact. `home`: of the last placements and captured graphs, if they are to count (`PlacementsBefore`, `CapturedBefore`). `note` gets the lines of
     `remarks`. `now`: unix seconds. Raises JobError, CaptureError, PlacementError."""
-    found = read_servable(spec, report)
+    found = servable(spec, report, home)
     for line in remarks(spec.path, found):
         note(line)
     model, drafted = found.model, found.draft
@@ -57,6 +58,11 @@ def prepare_serving(
         admission=spec.admission,
     )
     return prepare_graph(job, placed, store, report, now=now)
+
+
+def servable(spec: ServingSpec, report: ReportLine, home: Path | None) -> Servable:
+    """As `read_servable`; with a `home`, of a graph that was captured before."""
+    return read_servable(spec, report, None if home is None else CapturedBefore(home).of)
 
 
 def remarks(path: Path, found: Servable) -> list[str]:

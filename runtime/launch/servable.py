@@ -56,15 +56,17 @@ class Servable:
         return graph, as_before(found, last, graph, self.config, peers, links, beside)
 
 
-def read_servable(spec: ServingSpec, report: Callable[[str], None]) -> Servable:
-    """Raises JobError, CaptureError. Blocking, for seconds; of the weights only the headers are read."""
+def read_servable(
+    spec: ServingSpec, report: Callable[[str], None], remember: sources.Remember | None = None
+) -> Servable:
+    """`remember`: as in `sources.in_files`. Raises JobError, CaptureError. Blocking, for seconds; of the weights only the headers are read."""
     path, draft, dtype, quantization = spec.path, spec.draft, spec.dtype, spec.quantization
     if quantization is not None:
         if dtype not in (None, FLOAT32):
             raise JobError(f"--dtype: a model with its matrices as {quantization} computes in {FLOAT32}")
         dtype = FLOAT32
     report("reading the model")
-    model = sources.in_files(path, dtype)
+    model = sources.in_files(path, dtype, remember)
     if spec.context is not None:
         model = _of_context(model, spec.context)
     about = model.about
@@ -100,7 +102,7 @@ def read_servable(spec: ServingSpec, report: Callable[[str], None]) -> Servable:
     drafted = None
     if draft is not None:
         report("reading its draft model")
-        drafted = prepare_draft(sources.in_files(draft), model, config)
+        drafted = prepare_draft(sources.in_files(draft, remember=remember), model, config)
     return Servable(model=model, graph=graph, config=config, read=read, parameters=parameters, draft=drafted)
 
 

@@ -20,7 +20,6 @@ from fusion.runtime.belief import reading
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.manifest import MAX_STAGES, ServeConfig
 from fusion.runtime.launch import prepare_serving as preparing
-from fusion.runtime.launch import servable
 from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.serving.requests import chat_trial
 from fusion.runtime.serving.requests.chat_format import ChatFormat
@@ -97,11 +96,11 @@ def test_a_plan_says_what_is_not_followed(tmp_path: Path, monkeypatch: pytest.Mo
     chat = {"chat_template.jinja": b"{% for m in messages %}"}
     model = SimpleNamespace(unread=("score.weight",), chat=chat, unknown_tokens=3)
     found = SimpleNamespace(config=config, model=model)
-    monkeypatch.setattr(servable, "read_servable", lambda *_: found)
+    monkeypatch.setattr(preparing, "read_servable", lambda *_: found)
     monkeypatch.setattr(plan, "takers", nobody)
     monkeypatch.setattr(chat_trial, "template_fault", fault)
     stdout, stderr = io.StringIO(), io.StringIO()
-    context: Any = None
+    context: Any = SimpleNamespace(home=tmp_path)
     with pytest.raises(SwarmError, match="no peer"):
         asyncio.run(
             plan.plan_model(context, replace(SPEC, path=tmp_path), Output(stdout=stdout, stderr=stderr))

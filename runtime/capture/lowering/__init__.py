@@ -8,4 +8,5 @@ kept_values       values that a model writes to its buffers for the next run
 decompose         decomposes operators that the op-set does not have
 lower             the exported program as a graph
 module_graph      a module through all of this
+captured_before   graphs that were captured before, in a home
 """
