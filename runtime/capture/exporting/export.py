@@ -123,4 +123,4 @@ def _any_rows_remedy(line: str) -> str:
     test = re.compile(r"\bif\b.*(\.(any|numel|sum|size)\(|\blen\(|\.shape\[0\])")
     if place is None or not test.search(linecache.getline(place[1], int(place[2]))):
         return ""
-    return "; a test of whether any rows are chosen can be left out, as layers of none give none"
+    return "; a test of whether any rows are chosen can be left out, as masked_fill, torch.where and layers of none change nothing"

@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
+from fusion.runtime.capture.exporting.model_code import line_of_caller
+from fusion.runtime.job.errors import CaptureError
+
 
 def adaptive_max_pool(n: int) -> Callable[[Any], Callable[..., Any]]:
     """Takes the maximum of each window, as windows differ in size, if there are few."""
@@ -231,6 +234,72 @@ def gaussian_nll_loss(_: Any) -> Callable[..., Tensor]:
         var = var + (var.clamp(min=eps) - var).detach()
         loss: Tensor = 0.5 * (var.log() + (input - target) ** 2 / var) + (0.5 * log(2 * pi) if full else 0.0)
         return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+    return run
+
+
+def convolution_in_groups(n: int) -> Callable[[Any], Callable[..., Tensor]]:
+    """A convolution over 1 or 2 dimensions in a free number of groups, with filters of its own for each sample: a product with the windows of
+    each group."""
+
+    def patch(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1) -> Tensor:  # fmt: skip
+            plain = not isinstance(groups, torch.SymInt)
+            if plain or isinstance(padding, str) or input.dim() != n + 2:
+                return original(input, weight, bias, stride, padding, dilation, groups)
+            window, sizes = tuple(weight.shape[2:]), input.shape[2:]
+            steps = [
+                (each,) * n if isinstance(each, int) else tuple(each) * (n // len(each))
+                for each in (stride, padding, dilation)
+            ]
+            strides, paddings, dilations = steps
+            of_group = weight.shape[1]
+            grouped = input.reshape(input.shape[0] * groups, of_group, *sizes)
+            row = 2 - n  # one dimension is an image of one row
+            windows = functional.unfold(
+                grouped.unsqueeze(2) if row else grouped,
+                (1,) * row + window,
+                (1,) * row + dilations,
+                (0,) * row + paddings,
+                (1,) * row + strides,
+            )  # (samples * groups, channels of a group * window, places)
+            filters = weight.reshape(groups, weight.shape[0] // groups, of_group * prod(window))
+            values = filters @ windows.reshape(input.shape[0], groups, *windows.shape[1:])
+            ends = [
+                (size + 2 * p - d * (w - 1) - 1) // s + 1
+                for size, w, s, p, d in zip(sizes, window, *steps, strict=True)
+            ]
+            result: Tensor = values.reshape(input.shape[0], weight.shape[0], *ends)
+            return result if bias is None else result + bias.reshape(-1, *(1,) * n)
+
+        return run
+
+    return patch
+
+
+def fixed_groups(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """CaptureError for a convolution in a free number of groups."""
+
+    def run(*args: Any, **named: Any) -> Tensor:
+        if any(isinstance(each, torch.SymInt) for each in (*args, named.get("groups"))):
+            raise CaptureError(
+                f"the model convolves in a number of groups that is free{line_of_caller()}: the op-set has that for conv1d and conv2d"
+            )
+        return original(*args, **named)
+
+    return run
+
+
+def batch_norm_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """CaptureError for running statistics that are plain averages over all batches: a graph has no number of batches so far."""
+
+    def run(self: Any, input: Tensor) -> Tensor:
+        if self.training and self.track_running_stats and self.momentum is None:
+            raise CaptureError(
+                f"the model normalises with {type(self).__name__}(momentum=None){line_of_caller()}, an average that counts the batches so far: "
+                "give it a momentum, as 0.1"
+            )
+        return original(self, input)
 
     return run
 

@@ -15,7 +15,7 @@ from torch.backends import opt_einsum
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
-from torch.nn.modules import transformer
+from torch.nn.modules import batchnorm, transformer
 from torch.utils.checkpoint import CheckpointFunction
 
 from fusion.runtime.capture.exporting import (
@@ -375,6 +375,9 @@ _PATCHES: tuple[_Patch, ...] = (
     (functional, "instance_norm", layers.instance_norm),
     (nn.DataParallel, "forward", lambda _: _run_wrapped_module),
     (torch.Tensor, "unfold", layers.unfold),
+    *((where, f"conv{n}d", layers.convolution_in_groups(n)) for where in (torch, functional) for n in (1, 2)),
+    *((where, name, layers.fixed_groups) for where in (torch, functional) for name in ("conv3d", *(f"conv_transpose{n}d" for n in (1, 2, 3)))),
+    (batchnorm._BatchNorm, "forward", layers.batch_norm_forward),
 )  # fmt: skip
 _RANDOM_PATCHES: tuple[_Patch, ...] = (
     *((torch, n, _masked_draw(n)) for n in ("rand", "randn", "randperm", "rand_like", "randn_like", "randint", "randint_like", "bernoulli", "normal")),

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import Mod, PythonMod
 
 from fusion.dag.cutting.positional import COUNTER
@@ -382,6 +383,10 @@ class _Lowering:
         )
         if name == "aten.slice.Tensor":
             args = _slice_from_front(args, types[0])
+            if (looked_up := self.every_few(node, args, types[0])) is not None:
+                return looked_up
+        if name == "aten.slice_scatter":
+            self.require_whole_steps(args)
         # torch's fake tensors accept mixed dtypes that infer() refuses. A view keeps its dtype, and clean() may rewrite it.
         inferred = types if OPSET[name].family == "view" else infer(name, args, self.types)
         if in_place and inferred != types:
@@ -389,6 +394,42 @@ class _Lowering:
             uncast = self.emit(node.name, name, args, inferred)
             name, args = "aten.to.dtype", (uncast[0], DType(types[0].dtype))
         return self.emit(node.name, name, args, types)
+
+    def every_few(self, node: fx.Node, args: tuple[Arg, ...], result: TensorType) -> tuple[Ref, ...] | None:
+        """A slice of every few rows of a free size that is no multiple of the step, `x[1::2]`, as a lookup of those rows. None for any other slice."""
+        source, dim, start, _, step = args
+        start = 0 if start is None else start
+        if type(step) is not int or type(start) is not int or type(dim) is not int or not 0 <= start < step:
+            return None
+        count = result.shape[dim]
+        if step == 1 or not isinstance(count, Poly):
+            return None
+        try:
+            infer("aten.slice.Tensor", args, self.types)
+            return None
+        except GraphError:
+            pass
+
+        def emit(op: str, *args: Arg) -> Ref:
+            return self.emit(node.name, op, args, infer(op, args, self.types))[0]
+
+        rows = emit("aten.mul.Tensor", emit("aten.arange", count, DType("int64")), step)
+        if start:
+            rows = emit("aten.add.Tensor", rows, start, 1)
+        return (emit("aten.index_select", source, dim, rows),)
+
+    def require_whole_steps(self, args: tuple[Arg, ...]) -> None:
+        """CaptureError for a write to every few rows of a size that is no multiple of the step for every batch."""
+        step = args[-1]
+        try:
+            infer("aten.slice_scatter", args, self.types)
+        except GraphError as error:
+            if step == 1:
+                raise
+            raise CaptureError(
+                f"the model writes to one row in {step} of a size that is free: take torch.where of a mask of the rows, "
+                f"torch.arange(n) % {step} == 0"
+            ) from error
 
     def complex(self, node: fx.Node, name: str, values: Mapping[str, Any]) -> Value:
         """Emit a call with complex numbers in real arithmetic."""
@@ -464,6 +505,11 @@ class _Lowering:
         if isinstance(value, float) and value != value:
             raise CaptureError(f"{op}: a constant is {NAN_REMEDY}")
         if isinstance(value, torch.SymFloat | torch.SymBool):
+            if not free_unbacked_symbols(value.node.expr):
+                raise CaptureError(
+                    f"{op}: a number that is made of a size that is free, by a division or float(), has no place in a graph: "
+                    "make it a tensor, torch.ones_like(x[:, 0]).sum() for x.shape[0]"
+                )
             raise CaptureError(
                 f"{op}: a number that is taken out of a tensor (item, float) has no place in a graph: keep the tensor"
             )

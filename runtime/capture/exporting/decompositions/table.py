@@ -164,6 +164,9 @@ REMEDIES: Mapping[str, str] = {
     "aten.matrix_exp": "torch.nn.utils.parametrizations.orthogonal(..., orthogonal_map='cayley') needs none, for up to 16 rows",
     "aten.multinomial": "draw with torch.rand, and look the places up in the probabilities' cumsum with torch.searchsorted",
     "aten.logcumsumexp": "along a size that is free it has no bound; (x - x.max()).exp().cumsum(0).log() + x.max() says nearly the same",
+    "aten._upsample_bilinear2d_aa.vec": "leave antialias out, or blur with a convolution",
+    "aten._upsample_bicubic2d_aa.vec": "leave antialias out, or blur with a convolution",
+    "aten.scatter_reduce.two": "for amax, amin and prod, into at most 256 places along a size that is not free: leave the samples a dimension of their own, (batch, places, ..)",
     "aten.embedding_bag.padding_idx": "give bags of one length, (batch, length), and padding_idx where one is shorter",
 }
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {

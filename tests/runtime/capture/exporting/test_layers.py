@@ -75,6 +75,21 @@ def of_numbers(x: Tensor) -> Tensor:
     return x * (7 // steps) + x * (-7 % steps) + (2.5 // steps) + x * (7.5 % (x.detach().abs() + 0.3))  # type: ignore[operator]
 
 
+def in_groups(x: Tensor) -> Tensor:
+    """Convolutions with filters that the samples make, each for itself: dense and of one channel, over images and rows."""
+    n, two = x.shape[0], (x.shape[0] * 4, -1)
+    image, row = x.reshape(1, n * 4, 7, 7), x.reshape(2, n * 2, 49)
+    dense = x[:, :3, :4, :6].reshape(n * 3, 4, 2, 3)
+    a = functional.conv2d(image, dense, x[:, :3, 0, 0].flatten(), stride=(2, 1), padding=(1, 2), groups=n)
+    b = torch.conv2d(image, x[:, :, :3, :3].reshape(n * 4, 1, 3, 3), dilation=2, groups=n * 4)
+    c = functional.conv1d(row, x[:, :2, 0, :5].reshape(n * 2, 1, 5), padding=2, stride=3, groups=n * 2)
+    return (
+        a.reshape(n, -1).mean(1)
+        + b.reshape(two).mean(1).reshape(n, 4).sum(1)
+        + c.sum((0, 2)).reshape(n, 2).sum(1)
+    )
+
+
 FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "two views": lambda m, x: views(x),
     "mapped": lambda m, x: torch.vmap(lambda image: image * image.sum() + functional.dropout(image, 0.0))(x) + mapped(x),
@@ -116,6 +131,7 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "nearest of a row": lambda m, x: functional.interpolate(x.flatten(2), scale_factor=2),
     "trilinear": lambda m, x: functional.interpolate(x[:, :, None], scale_factor=2, mode="trilinear"),
     "scatter_add": lambda m, x: torch.zeros_like(x).scatter_add(2, words(x)[:, None, :, None].expand(-1, 4, 3, 7), x[:, :, :3]),
+    "filters of each sample": lambda m, x: in_groups(x),
     "axes": lambda m, x: x.movedim(1, -1).swapaxes(0, 1).movedim((0, 1), (2, 0)).swapdims(0, 2),
     "angles": lambda m, x: torch.tan(x.sin()) + torch.atan(x) + torch.asinh(x) + torch.sinh(x) + torch.exp2(x) + torch.erfc(x),
     "angles within": lambda m, x: torch.asin(x.tanh() / 2) + torch.acos(x.tanh() / 2) + torch.atanh(x.tanh() / 2) + torch.acosh(2 + x.cosh()) + torch.log10(1 + x.square()),
@@ -210,6 +226,17 @@ def test_what_is_lacking_is_named_as_the_model_calls_it(function: Callable[..., 
             CaptureError, match=rf"no operator {called}[^:]*, at \S*test_layers\.py:\d+(: give bags.*)?$"
         ):
             capture_module(Layers(function), {"x": torch.zeros(2, 3, 7, 7)}, training=True)
+
+
+def test_a_transposed_convolution_in_groups_of_the_batch_is_refused() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        return functional.conv_transpose2d(x.reshape(1, n * 4, 7, 7), x.reshape(n * 4, 1, 7, 7), groups=n * 4)
+
+    with pytest.raises(
+        CaptureError, match=r"number of groups that is free, at \S*test_layers\.py:\d+: .*conv2d"
+    ):
+        capture_module(Layers(function), {"x": torch.zeros(2, 3, 7, 7)}, training=True)
 
 
 class ByBatch(nn.Module):

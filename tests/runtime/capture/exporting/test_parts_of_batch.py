@@ -60,12 +60,29 @@ def windows(h: torch.Tensor) -> torch.Tensor:
     return apart.view(samples, -1).cos()
 
 
+def every_few(h: torch.Tensor) -> torch.Tensor:
+    return h[::2].sin().sum(0) * h[1::2].sum(0) + h[2::3, ::2].sum() + torch.cat([h, h])[1::2].cos().sum(0)
+
+
+def every_few_of_a_part(h: torch.Tensor) -> torch.Tensor:
+    n = h.shape[0]
+    return h[::2].t()[:, : n // 3] + h[: n // 3 * 2][::2].t()
+
+
+def doubled(h: torch.Tensor) -> torch.Tensor:
+    h = h * 1
+    h[::2] *= 2
+    return h
+
+
 def values(of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
     made = of(x)
     return [made, *torch.autograd.grad(made.square().sum(), [x], allow_unused=True)]
 
 
-@pytest.mark.parametrize("function", [halves, of_a_square, by_fractions, pieces, largest, windows])
+@pytest.mark.parametrize(
+    "function", [halves, of_a_square, by_fractions, pieces, largest, windows, every_few, every_few_of_a_part]
+)
 def test_parts_of_a_batch_are_those_of_every_batch(
     function: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
@@ -106,6 +123,8 @@ def test_two_pieces_are_those_of_all_batches_but_of_one() -> None:
         (lambda h: h[: int(0.7 * h.shape[0])].sum(0), r"test_parts_of_batch\.py:\d+: .*write 7 \* n // 10"),  # of 90 samples it is 62
         (lambda h: h[: int(0.7 * h.shape[0] * 5)].sum(0), r"test_parts_of_batch\.py:\d+: .*write 7 \* n // 10"),
         (lambda h: h[: int(0.1 * h.shape[0] + 0.2 * h.shape[0])].sum(0), r"test_parts_of_batch\.py:\d+: .*write 7 \* n // 10"),
+        (doubled, r"one row in 2 of a size that is free: .* == 0, at \S*test_parts_of_batch\.py:\d+$"),
+        (lambda h: h * (h.shape[0] / 3), r"made of a size that is free, .*, at \S*test_parts_of_batch\.py:\d+$"),
         (lambda h: h.split(h.shape[0] // 2)[0], r"test_parts_of_batch\.py:\d+: .*no pieces of which there may be more or fewer"),
         (lambda h: h[: h.shape[0] // 2] - h[h.shape[0] // 2 :], r"test_parts_of_batch\.py:\d+: The size of tensor a \(\(batch//2\)\) must match"),
     ],

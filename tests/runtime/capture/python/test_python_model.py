@@ -171,7 +171,7 @@ def test_forward_gets_arrays_that_it_takes_by_name_alone(tmp_path: Path) -> None
         ("scale * self.head(h)", "self.head(x)", "model.py:14"),
         ("self.head = nn.Linear(width, 2)", "self.head = nn.Linear(width, 'two')", "model.py:11: TypeError"),
         ('return {"class"', 'return "nothing" or {"class"', "a loss is a tensor, or several"),
-        ("nn.BatchNorm1d(width)", "nn.BatchNorm1d(width, momentum=None)", "decides by values of tensors"),
+        ("nn.BatchNorm1d(width)", "nn.BatchNorm1d(width, momentum=None)", "an average that counts the batches so far: give it a momentum"),
         ("self.head = nn.Linear(width, 2)", "self.head = nn.Linear(width, 2, device='meta')",
          'model.py: parameter head.weight has no values: it is on device "meta"'),
         ("self.head = nn.Linear(width, 2)", "self.head = nn.Linear(width, 2)\n        self.register_buffer('z', torch.ones(2, dtype=torch.complex64))",
