@@ -85,7 +85,7 @@ def _export_once(
             if "fake tensor in the exported program constant" in str(error):
                 raise CaptureError(
                     "the model reads a tensor that an earlier run has made and that is kept outside of it (functools.lru_cache, a global "
-                    "variable): make it anew each time, or register it as a buffer"
+                    "variable), or in a tuple or list of it: make it anew each time, register it as a buffer, or read it from its layer"
                 ) from error
             if "non-nested SymInt" in str(error):
                 raise CaptureError(

@@ -14,7 +14,12 @@ from torch.export import ExportedProgram
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.exporting.export import export
 from fusion.runtime.capture.exporting.model_code import line_of_node
-from fusion.runtime.capture.exporting.tensors import tied_by_memory, unsaved_tensors, variable_names
+from fusion.runtime.capture.exporting.tensors import (
+    tensors_of,
+    tied_by_memory,
+    unsaved_tensors,
+    variable_names,
+)
 from fusion.runtime.capture.exporting.torch_calls import require_plain_gradients
 from fusion.runtime.capture.lowering.aten_names import (
     op_name,
@@ -45,6 +50,10 @@ def module_graph(
     names |= {f"loss.{original}": name for original, name in loss_names.items()}
     if training:
         require_plain_gradients(module)
+    if twice := sorted(set(example) & set(names.values())):
+        raise CaptureError(
+            f"the model has a parameter or buffer {twice[0]}, and its inputs an array {twice[0]}: rename one of them"
+        )
     wrapped.train(training)
     tables = _tables(module)
     exported = export(wrapped, tuple(example.values()), dims)
@@ -56,6 +65,7 @@ def module_graph(
             f"the model writes {circumstance}, with {op_name(write.target)}, to a value that has a gradient"
             f"{line_of_node(write)}: write to a copy of it"
         )
+    _require_read_by_copy(module, exported)
     try:
         graph = _lowered(exported, tuple(example), dims, names, tables, keeps)
     except CaptureError:
@@ -102,6 +112,38 @@ def _lowered(
             )
         constants[name] = value
     return lower(exported, inputs, names, constants, symbols, keeps)
+
+
+def _require_read_by_copy(module: nn.Module, exported: ExportedProgram) -> None:
+    """CaptureError where the model's code reads a tensor of `module` itself, which a function has kept (`lambda x: self.layer(x)`), rather than
+    that of the copy that was exported: it would be a constant."""
+    kept = [each for each in exported.constants.values() if _has_memory(each)]
+    unsaved = {name for name, _ in unsaved_tensors(module)} if kept else set()
+    own = {
+        (tensor.data_ptr(), tensor.numel()): name
+        for name, tensor in (tensors_of(module) if kept else ())
+        if name not in unsaved and _has_memory(tensor)
+    }
+    for value in kept:
+        if (name := own.get((value.data_ptr(), value.numel()))) is not None:
+            readers = _readers(exported, value)
+            line = next(filter(None, map(line_of_node, readers)), "")
+            raise CaptureError(
+                f"the model reads {name} through a function or variable that has kept the model or a part of it (a lambda, a hook, a global "
+                f"variable){line}: read it from self, in a method, or from the module that a hook is given"
+            )
+
+
+def _has_memory(value: Any) -> bool:
+    fake = not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor)
+    return not (fake or value.is_meta or value.is_sparse or not value.numel())
+
+
+def _readers(exported: ExportedProgram, value: torch.Tensor) -> list[torch.fx.Node]:
+    """The nodes that read a constant of the exported program."""
+    targets = {name for name, each in exported.constants.items() if each is value}
+    arguments = {s.arg.name for s in exported.graph_signature.input_specs if s.target in targets}
+    return [user for node in exported.graph.nodes if node.name in arguments for user in node.users]
 
 
 def _user_inputs(exported: ExportedProgram) -> list[torch.fx.Node]:

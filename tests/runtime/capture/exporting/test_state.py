@@ -258,3 +258,54 @@ def test_what_is_kept_outside_of_the_module_is_named() -> None:
     capture_module(module, {"input": torch.zeros(2, 6)}, training=True)
     with pytest.raises(CaptureError, match="kept outside of it"):
         capture_module(module, {"input": torch.zeros(2, 6)}, training=False)
+
+
+class Kept(nn.Module):
+    """Reads its parameters through what `keep` makes of it when it is made."""
+
+    def __init__(self, keep: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+        self.kept = keep(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x)
+        return made + self.kept(made) if callable(self.kept) else made
+
+
+@pytest.mark.parametrize(
+    ("keep", "name"),
+    [
+        (lambda m: lambda x: m.layer(x), "layer.weight"),
+        (lambda m: lambda x, layer=m.layer: layer(x), "layer.weight"),
+        (lambda m: m.layer.register_forward_hook(lambda _, __, made: made * m.scale), "scale"),
+    ],
+)
+def test_a_parameter_that_a_function_has_kept_is_refused_rather_than_frozen(
+    keep: Callable[[Any], Any], name: str
+) -> None:
+    with pytest.raises(
+        CaptureError,
+        match=rf"reads {name} through a function .*, at \S*test_state\.py:\d+: read it from self",
+    ):
+        capture_module(Kept(keep), {"x": torch.zeros(2, 3)}, training=True)
+
+
+def test_a_method_that_a_module_keeps_is_its_copy_s() -> None:
+    module = Kept(lambda m: m.layer.forward)
+    graph = capture_module(module, {"x": torch.zeros(2, 3)}, training=True)
+    assert [node.op for node in graph.nodes] == ["aten.linear", "aten.linear", "aten.add.Tensor"]
+    assert {v.name for v in graph.variables if v.trainable} >= {"layer.weight", "layer.bias"}
+
+
+def test_an_input_with_the_name_of_a_parameter_is_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.x
+
+    with pytest.raises(CaptureError, match="a parameter or buffer x, and its inputs an array x: rename"):
+        capture_module(Scaled(), {"x": torch.zeros(2, 3)}, training=True)
