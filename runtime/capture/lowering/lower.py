@@ -389,6 +389,10 @@ class _Lowering:
             self.require_whole_steps(args)
         # torch's fake tensors accept mixed dtypes that infer() refuses. A view keeps its dtype, and clean() may rewrite it.
         inferred = types if OPSET[name].family == "view" else infer(name, args, self.types)
+        if (
+            OPSET[name].loss
+        ):  # one of each sample has no dimensions in torch's second trace of a model with in-place writes
+            types = inferred
         if in_place and inferred != types:
             # Written in the dtype of the old value: a higher one is rounded to it.
             uncast = self.emit(node.name, name, args, inferred)

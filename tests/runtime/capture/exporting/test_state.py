@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fusion.dag.ir.opset_pointwise import KEEP
+from fusion.dag.ir.validation import validate
 from fusion.runtime.capture.capture import capture_module
 from fusion.runtime.job.errors import CaptureError
 
@@ -309,3 +310,29 @@ def test_an_input_with_the_name_of_a_parameter_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="a parameter or buffer x, and its inputs an array x: rename"):
         capture_module(Scaled(), {"x": torch.zeros(2, 3)}, training=True)
+
+
+class Averaging(nn.Module):
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(made.mean(0), alpha=0.1)
+        return made - self.mean
+
+
+def test_a_model_that_keeps_an_average_may_have_a_loss_of_each_sample() -> None:
+    def loss(made: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (nn.functional.cross_entropy(made, labels, reduction="none") * made[:, 0]).mean()
+
+    example = {"x": torch.zeros(2, 3), "labels": torch.zeros(2, dtype=torch.int64)}
+    graph = capture_module(Averaging(), example, loss, loss_inputs=("labels",))
+    validate(graph)
+    (each,) = (node for node in graph.nodes if node.op == "aten.cross_entropy_loss")
+    assert str(each.results[0]) == "float32[batch]"
