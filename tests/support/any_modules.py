@@ -396,8 +396,167 @@ def super_resolution() -> AnyModule:
     return AnyModule(module, {"x": r(2, 2, 6, 6), "y": r(2, 2, 12, 12)}, F.l1_loss)
 
 
+def every_second() -> AnyModule:
+    """Pairs that follow each other in the batch, as some contrastive losses have them."""
+
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = F.normalize(m.net(x), dim=1)
+        return h[::2].mean(0) @ h[1::2].mean(0) + (h[::3, ::2] ** 2).sum()  # type: ignore[no-any-return]
+
+    module = Made(run, net=nn.Linear(4, 6))
+    return AnyModule(module, {"x": r(7, 4), "w": r(7)}, lambda made, w: made * w[1::2].square().sum())
+
+
+def modulated() -> AnyModule:
+    """StyleGAN's convolution: filters of each sample's own, demodulated."""
+
+    def run(m: Any, x: torch.Tensor, style: torch.Tensor) -> torch.Tensor:
+        b, c, h, w = x.shape
+        filters = m.filters * (m.style(style) + 1).view(b, 1, c, 1, 1)
+        filters = filters * torch.rsqrt(filters.square().sum([2, 3, 4], keepdim=True) + 1e-8)
+        made = F.conv2d(x.view(1, b * c, h, w), filters.view(b * 4, c, 3, 3), padding=1, groups=b)
+        return m.bias + made.view(b, 4, h, w)  # type: ignore[no-any-return]
+
+    module = Made(run, filters=weight(1, 4, 2, 3, 3), style=nn.Linear(5, 2), bias=weight(4, 1, 1))
+    return AnyModule(module, {"x": r(3, 2, 5, 6), "style": r(3, 5), "y": r(3, 4, 5, 6)}, F.mse_loss)
+
+
+def selective_scan() -> AnyModule:
+    """Mamba's scan as a loop over time."""
+
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        b, length, d = x.shape
+        x = F.silu(m.conv(x.transpose(1, 2))[..., :length]).transpose(1, 2)
+        step, into, out = m.parts(x).split([d, 3, 3], -1)
+        step = F.softplus(step)
+        decay = torch.exp(torch.einsum("bld,dn->bldn", step, -torch.exp(m.log_a)))
+        driven = torch.einsum("bld,bln,bld->bldn", step, into, x)
+        state, seen = torch.zeros(b, d, 3), []
+        for t in range(length):
+            state = decay[:, t] * state + driven[:, t]
+            seen.append(torch.einsum("bdn,bn->bd", state, out[:, t]))
+        return torch.stack(seen, 1) + x * m.skip  # type: ignore[no-any-return]
+
+    conv = nn.Conv1d(4, 4, 3, groups=4, padding=2)
+    module = Made(run, conv=conv, parts=nn.Linear(4, 10), log_a=weight(4, 3), skip=weight(4))
+    return AnyModule(module, {"x": r(3, 5, 4), "y": r(3, 5, 4)}, F.mse_loss)
+
+
+def quantised() -> AnyModule:
+    """VQ-VAE, with a straight-through estimate."""
+
+    def run(m: Any, x: torch.Tensor) -> Tensors:
+        z = m.encode(x).permute(0, 2, 3, 1).contiguous()
+        flat, codes = z.view(-1, 4), m.codes.weight
+        apart = flat.square().sum(1, keepdim=True) + codes.square().sum(1) - 2 * flat @ codes.t()
+        chosen = torch.zeros(flat.shape[0], 8).scatter_(1, apart.argmin(1).unsqueeze(1), 1)
+        found = (chosen @ codes).view(z.shape)
+        near = F.mse_loss(found, z.detach()) + 0.25 * F.mse_loss(found.detach(), z)
+        return {"near": near, "made": m.decode((z + (found - z).detach()).permute(0, 3, 1, 2))}
+
+    module = Made(
+        run,
+        encode=nn.Conv2d(1, 4, 4, 2, 1),
+        codes=nn.Embedding(8, 4),
+        decode=nn.ConvTranspose2d(4, 1, 4, 2, 1),
+    )
+    arrays = {"x": (x := r(3, 1, 8, 8)), "y": x.clone()}
+    return AnyModule(
+        module, arrays, lambda made, y: {"made": F.mse_loss(made["made"], y), "near": made["near"]}
+    )
+
+
+def sparse_experts() -> AnyModule:
+    """Two of four experts in a loop, and a loss that balances their loads."""
+
+    def run(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = x.view(-1, 6)
+        shares = m.gate(flat).softmax(-1)
+        weights, chosen = shares.topk(2)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(m.experts):
+            rows, nth = torch.where(chosen == number)
+            out[rows] += weights[rows, nth, None] * expert(flat[rows])
+        load = F.one_hot(chosen, 4).float().sum(1).mean(0)
+        return out.view(x.shape), 4 * (load * shares.mean(0)).sum()
+
+    each = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(4))
+    module = Made(run, gate=nn.Linear(6, 4, bias=False), experts=each)
+    return AnyModule(
+        module, {"x": r(3, 4, 6), "y": r(3, 4, 6)}, lambda made, y: F.mse_loss(made[0], y) + 0.01 * made[1]
+    )
+
+
+def random_field() -> AnyModule:
+    """A linear-chain CRF over texts of several lengths."""
+
+    def run(m: Any, x: torch.Tensor, tags: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores, pairs = m.scores(x), m.pairs
+        path = scores[:, 0].gather(1, tags[:, :1]).squeeze(1)
+        all_paths = scores[:, 0]
+        for t in range(1, 5):
+            step = pairs[tags[:, t - 1], tags[:, t]] + scores[:, t].gather(1, tags[:, t : t + 1]).squeeze(1)
+            path = path + step * mask[:, t]
+            after = torch.logsumexp(all_paths[:, :, None] + pairs + scores[:, t, None], 1)
+            all_paths = torch.where(mask[:, t, None], after, all_paths)
+        return torch.logsumexp(all_paths, 1) - path
+
+    mask = torch.arange(5) < torch.tensor([[5], [3], [4]])
+    arrays = {"x": r(3, 5, 4), "tags": ids(4, 3, 5), "mask": mask, "weights": torch.rand(3)}
+    module = Made(run, scores=nn.Linear(4, 4), pairs=weight(4, 4))
+    return AnyModule(module, arrays, lambda made, weights: (made * weights).mean())
+
+
+class MomentumPair(nn.Module):
+    """MoCo: a second encoder that follows the first, and a queue of its results."""
+
+    queue: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.follower = nn.Linear(3, 4), nn.Linear(3, 4).requires_grad_(False)
+        self.register_buffer("queue", F.normalize(torch.randn(4, 12), dim=0))
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        query = F.normalize(self.trained(one), dim=1)
+        with torch.no_grad():
+            for source, copy in zip(self.trained.parameters(), self.follower.parameters(), strict=True):
+                copy.mul_(0.9).add_(source, alpha=0.1)
+            key = F.normalize(self.follower(other), dim=1)
+        logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone()], 1) / 0.1
+        self.queue = torch.cat([self.queue, key.t()], 1)[:, -12:]
+        return logits
+
+
+def momentum_pair() -> AnyModule:
+    def loss(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        first = torch.zeros(logits.shape[0], dtype=torch.int64)
+        return (F.cross_entropy(logits, first, reduction="none") * weights).mean()
+
+    return AnyModule(MomentumPair(), {"one": r(4, 3), "other": r(4, 3), "weights": torch.rand(4)}, loss)
+
+
+def rays() -> AnyModule:
+    """NeRF: sines of places on a ray, and what the ray sees of their colours."""
+
+    def run(m: Any, start: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
+        t = torch.linspace(0.1, 1, 6)
+        places = start[:, None] + way[:, None] * t[:, None]
+        waves = [f(places * 2.0**k) for k in range(2) for f in (torch.sin, torch.cos)]
+        made = m.net(torch.cat([places, *waves], -1))
+        lengths = torch.cat([t[1:] - t[:-1], torch.tensor([1e10])]) * way.norm(dim=-1, keepdim=True)
+        opaque = 1 - torch.exp(-F.relu(made[..., 3]) * lengths)
+        left = torch.cumprod(torch.cat([torch.ones(opaque.shape[0], 1), 1 - opaque + 1e-10], -1), -1)[:, :-1]
+        return ((opaque * left)[..., None] * made[..., :3].sigmoid()).sum(-2)  # type: ignore[no-any-return]
+
+    net = nn.Sequential(nn.Linear(15, 8), nn.ReLU(), nn.Linear(8, 4))
+    arrays = {"start": r(4, 3), "way": r(4, 3), "colour": torch.rand(4, 3)}
+    return AnyModule(Made(run, net=net), arrays, F.mse_loss)
+
+
 MAKERS = (
     mlp, resnet, unet, encoder, encoder_decoder, experts, gru_cell, lstm_cell, tied_autoencoder, variational, two_towers,
     wavenet, video, generator, mobile, densenet, vision_transformer, mixer, graph_network, recommender, conformer, siamese,
-    perceiver, inception, sines, super_resolution,
+    perceiver, inception, sines, super_resolution, every_second, modulated, selective_scan, quantised, sparse_experts,
+    random_field, momentum_pair, rays,
 )  # fmt: skip
