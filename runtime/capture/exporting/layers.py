@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
+from torch.nn.modules.adaptive import _ASMoutput
 
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
@@ -300,6 +301,18 @@ def batch_norm_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]
                 "give it a momentum, as 0.1"
             )
         return original(self, input)
+
+    return run
+
+
+def adaptive_log_softmax(_: Any) -> Callable[..., Any]:
+    """AdaptiveLogSoftmaxWithLoss by the log-probabilities of all classes; torch's own selects the rows of each cluster."""
+
+    def run(self: Any, input_: Tensor, target_: Tensor) -> Any:
+        one = target_.dim() == 0
+        rows, labels = (input_.unsqueeze(0), target_.unsqueeze(0)) if one else (input_, target_)
+        output = self.log_prob(rows).gather(1, labels.unsqueeze(1)).squeeze(1)
+        return _ASMoutput(output.squeeze(0) if one else output, (-output).mean())
 
     return run
 

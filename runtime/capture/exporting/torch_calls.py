@@ -377,6 +377,7 @@ _PATCHES: tuple[_Patch, ...] = (
     (torch.Tensor, "unfold", layers.unfold),
     *((where, f"conv{n}d", layers.convolution_in_groups(n)) for where in (torch, functional) for n in (1, 2)),
     *((where, name, layers.fixed_groups) for where in (torch, functional) for name in ("conv3d", *(f"conv_transpose{n}d" for n in (1, 2, 3)))),
+    (nn.AdaptiveLogSoftmaxWithLoss, "forward", layers.adaptive_log_softmax),
     (batchnorm._BatchNorm, "forward", layers.batch_norm_forward),
 )  # fmt: skip
 _RANDOM_PATCHES: tuple[_Patch, ...] = (

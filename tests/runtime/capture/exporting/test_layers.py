@@ -31,6 +31,7 @@ class Layers(nn.Module):
         self.pairs = nn.Bilinear(7, 7, 3)
         self.instance = nn.InstanceNorm2d(4, affine=True)
         self.table = nn.EmbeddingBag(6, 7, mode="mean")
+        self.adaptive = nn.AdaptiveLogSoftmaxWithLoss(7, 6, [2, 4], div_value=2.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, self.first(x))
@@ -132,6 +133,7 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "trilinear": lambda m, x: functional.interpolate(x[:, :, None], scale_factor=2, mode="trilinear"),
     "scatter_add": lambda m, x: torch.zeros_like(x).scatter_add(2, words(x)[:, None, :, None].expand(-1, 4, 3, 7), x[:, :, :3]),
     "filters of each sample": lambda m, x: in_groups(x),
+    "adaptive softmax": lambda m, x: m.adaptive(x.flatten(1)[:, :7], words(x)[:, 0]).loss + m.adaptive(x[:, 0, 0], words(x)[:, 1]).output,
     "axes": lambda m, x: x.movedim(1, -1).swapaxes(0, 1).movedim((0, 1), (2, 0)).swapdims(0, 2),
     "angles": lambda m, x: torch.tan(x.sin()) + torch.atan(x) + torch.asinh(x) + torch.sinh(x) + torch.exp2(x) + torch.erfc(x),
     "angles within": lambda m, x: torch.asin(x.tanh() / 2) + torch.acos(x.tanh() / 2) + torch.atanh(x.tanh() / 2) + torch.acosh(2 + x.cosh()) + torch.log10(1 + x.square()),
