@@ -130,7 +130,7 @@ def _require_read_by_copy(module: nn.Module, exported: ExportedProgram) -> None:
             line = next(filter(None, map(line_of_node, readers)), "")
             raise CaptureError(
                 f"the model reads {name} through a function or variable that has kept the model or a part of it (a lambda, a hook, a global "
-                f"variable){line}: read it from self, in a method, or from the module that a hook is given"
+                f"variable){line}: read it from self, in a method, or from the module that a hook is given; for a loss, let forward return it"
             )
 
 

@@ -336,3 +336,13 @@ def test_a_model_that_keeps_an_average_may_have_a_loss_of_each_sample() -> None:
     validate(graph)
     (each,) = (node for node in graph.nodes if node.op == "aten.cross_entropy_loss")
     assert str(each.results[0]) == "float32[batch]"
+
+
+def test_a_parameter_that_a_loss_reads_beside_what_forward_returns_is_refused() -> None:
+    module = nn.Linear(3, 3)
+
+    def loss(made: torch.Tensor) -> torch.Tensor:
+        return made.square().mean() + module.weight.square().sum()
+
+    with pytest.raises(CaptureError, match=r"reads weight .*test_state\.py:\d+: .*let forward return it"):
+        capture_module(module, {"input": torch.zeros(2, 3)}, loss, loss_inputs=())
