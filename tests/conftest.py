@@ -72,10 +72,6 @@ WARM = (
 )  # folders whose tests start so many of our commands that these are forked (`support/warm_start.py`)
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
-# Of a few layers that are captured once, remembering what each operator gives costs torch.export a third of its time; of thirty
-# it costs nothing. Said before torch is imported, to those that tests start as well.
-os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
-
 # While modules load there is nothing to collect, and what they leave is never to be looked at again.
 gc.disable()
 

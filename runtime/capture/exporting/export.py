@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config as _dynamo_config
 from torch._export.verifier import SpecViolationError
 from torch.export import ExportedProgram
 from torch.fx.experimental import _config as _symbolic
@@ -67,6 +68,9 @@ def _export_once(
         every_line(),
         recurrences_as_operator(wrapped),
         no_state_in_buffers(wrapped),
+        _dynamo_config.patch(
+            fake_tensor_cache_enabled=False
+        ),  # of free sizes torch finds next to nothing there
         fixed_size() as fixed,
     ):
         warnings.simplefilter("ignore")
