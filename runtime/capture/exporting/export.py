@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fusion.runtime.capture.exporting.model_code import every_line, first_line, fixed_size, line_of_error
 from fusion.runtime.capture.exporting.recurrences import recurrences_as_operator
-from fusion.runtime.capture.exporting.state import no_state_in_buffers, require_no_layer_with_state
+from fusion.runtime.capture.exporting.state import no_state_in_buffers, require_fixed_tables
 from fusion.runtime.capture.exporting.torch_calls import patched_torch
 from fusion.runtime.job.errors import CaptureError
 
@@ -43,7 +43,7 @@ def export(
     wrapped: nn.Module, example: tuple[torch.Tensor, ...], dims: tuple[dict[int, Any], ...]
 ) -> ExportedProgram:
     """The module exported by torch. `dims`: the free dimensions of each tensor of `example`. CaptureError names the line of the model's code."""
-    require_no_layer_with_state(wrapped)
+    require_fixed_tables(wrapped)
     try:
         return _export_once(wrapped, example, dims)
     except SizeFixedError as error:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -111,22 +110,12 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return sources
 
 
-def require_no_layer_with_state(wrapped: nn.Module) -> None:
-    """CaptureError for layers of torch that change what a graph cannot: a count of steps, or a parameter as it is read."""
+def require_fixed_tables(wrapped: nn.Module) -> None:
+    """CaptureError for an embedding that changes its table as it is read."""
     for path, part in wrapped.named_modules():
-        name = _own_name(path)
-        if (
-            isinstance(part, _BatchNorm)
-            and part.track_running_stats
-            and part.momentum is None
-            and part.training
-        ):
-            raise CaptureError(
-                f"the model's {name} has momentum=None, an average over all steps, which a graph does not count: give it a momentum"
-            )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise CaptureError(
-                f"the model's {name} has a max_norm, which changes its table as it is read: leave it out, or normalise what is read"
+                f"the model's {_own_name(path)} has a max_norm, which changes its table as it is read: leave it out, or normalise what is read"
             )
 
 
