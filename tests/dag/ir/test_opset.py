@@ -161,6 +161,7 @@ _X, _W, _N, _BIG = Ref("x"), Ref("w"), Ref("n"), Ref("big")
         ("fusion.source_attention", (_Q, Ref("w"), Ref("w"), 0, None), "heads, length, width"),
         ("fusion.source_attention", (_Q, _Q, _Q, 0, float("inf")), "scale"),
         ("fusion.source_attention_scored", (_Q, _Q, Ref("few"), 0, 1.0, None), "length of key and value"),
+        ("aten.softmax.int", (Ref("x"), symbol("batch"), None), "dim has to be a number, and is batch"),
         ("fusion.source_attention_scored", (_Q, _Q, _Q, 0, 1.0, 0.0), "softcap"),
         ("fusion.cached_attention_scored", scored(cap=0.0), "softcap"),
         ("fusion.cached_attention_scored", scored(scale=float("-inf")), "scale"),

@@ -443,14 +443,6 @@ def branches(x: torch.Tensor) -> torch.Tensor:
             r"cannot tell whether 2 is within batch, at \S*test_capture\.py:\d+: it has to hold for every size",
         ),
         (lambda x: x * x.sum().item(), r"keep the tensor, at \S*test_capture\.py:\d+$"),
-        (
-            lambda x: x[::2] * 2,
-            r"not a multiple of 2, at \S*test_capture\.py:\d+: it has to hold for every size",
-        ),
-        (
-            lambda x: torch.conv1d(x[None], x[:, None], groups=x.shape[0]),
-            r"groups has to be a number, and is batch, at \S*test_capture\.py:\d+$",
-        ),
     ],
 )
 def test_what_has_no_place_in_a_graph_is_refused_in_one_line(function: Callable[..., Any], why: str) -> None:

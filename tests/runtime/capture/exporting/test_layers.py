@@ -31,7 +31,10 @@ class Layers(nn.Module):
         self.pairs = nn.Bilinear(7, 7, 3)
         self.instance = nn.InstanceNorm2d(4, affine=True)
         self.table = nn.EmbeddingBag(6, 7, mode="mean")
-        self.adaptive = nn.AdaptiveLogSoftmaxWithLoss(7, 6, [2, 4], div_value=2.0)
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # as if it were not there: some functions are badly conditioned at other numbers
+            self.adaptive = nn.AdaptiveLogSoftmaxWithLoss(7, 6, [2, 4], div_value=2.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, self.first(x))
