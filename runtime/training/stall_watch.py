@@ -177,12 +177,12 @@ class StallWatch:
         pause = REPORT_PERIOD * self._context.stall_seconds
         match doubt.next(*waited, patience, indexed=index is not None, ending=self._work.ends):
             case "check" if index is not None:
-                refused = await snapshots.refuses_shard(0, index)
+                refused = await snapshots.refuses_shard(0, index, patience)
                 if (
                     refused
-                ):  # a lead deletes its shard when it requests another snapshot, which we may not know yet
+                ):  # a lead deletes its shard when it requests another snapshot: we may not know of that yet
                     await asyncio.sleep(pause)
-                    refused = snapshots.indexed == index and await snapshots.refuses_shard(0, index)
+                    refused = snapshots.indexed == index and await snapshots.refuses_shard(0, index, patience)
                 refused &= snapshots.indexed == index
                 if (leader, since) == self._doubted:
                     self._lead_doubt = replace(doubt, checked=snapshots.waited_seconds, refused=refused)

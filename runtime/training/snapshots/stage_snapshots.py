@@ -115,11 +115,13 @@ class StageSnapshots:
         """The index of the snapshot under way, once the lead has written it."""
         return self._replica
 
-    async def refuses_shard(self, stage: int, index: Digest) -> bool:
-        """Whether a copy of that stage's shard of this snapshot can neither be fetched nor loaded. Our own full disk proves nothing."""
+    async def refuses_shard(self, stage: int, index: Digest, seconds: float) -> bool:
+        """Whether a copy of that stage's shard of this snapshot can neither be fetched nor loaded. Our own full disk, and a fetch that takes
+        more than `seconds`, prove nothing."""
         try:
-            await self._files.check_shard(index, stage, self._owners())
-        except QuotaExceeded:
+            async with asyncio.timeout(seconds):
+                await self._files.check_shard(index, stage, self._owners())
+        except (QuotaExceeded, TimeoutError):
             return False
         except (SwarmError, JobError) as error:
             log.warning("stage %d refuses the shard of stage %d: %s", self._stage, stage, error)

@@ -67,6 +67,7 @@ class Files:
         self.no_room: Exception = BlobError("no room")
         self.held: set[Digest] = set()  # indexes that have our shard
         self.refused: Exception | None = None  # another stage's shard
+        self.unfetched: asyncio.Event | None = None  # what its fetch waits for
 
     async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
         step = version.step
@@ -107,6 +108,8 @@ class Files:
         return index in self.held
 
     async def check_shard(self, index: Digest, stage: int, owners: Mapping[int, PeerId]) -> None:
+        if self.unfetched is not None:
+            await self.unfetched.wait()
         if self.refused is not None:
             raise self.refused
 
@@ -391,7 +394,17 @@ def test_a_shard_is_refused_unless_our_own_disk_is_full(trouble: Exception | Non
         async with Worker() as compute, asyncio.TaskGroup() as group:
             stand = Stand(compute, group)
             stand.files.refused = trouble
-            assert await stand.snapshots.refuses_shard(0, D[1]) == refused
+            assert await stand.snapshots.refuses_shard(0, D[1], HELD_UP_SECONDS) == refused
+
+    asyncio.run(main())
+
+
+def test_a_shard_that_takes_for_ever_to_fetch_does_not_end_the_watch_of_its_owner() -> None:
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            stand.files.unfetched = asyncio.Event()
+            assert not await stand.snapshots.refuses_shard(0, D[1], 0.01)
 
     asyncio.run(main())
 
