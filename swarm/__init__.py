@@ -17,6 +17,7 @@ delay_window   congestion control for background transfers; pure
 idle_connections   which idle connections to close; pure
 shares         fair shares of a limited resource, with preemption; pure
 turns          the same, with a signal to a preempted holder
+newest_files   files of a folder, the most recently used ones
 lean_imports   imports libraries without their unused parts
 coordinates    round trips between peers that never measured each other (Vivaldi)
 streams/       streams of frames over libp2p

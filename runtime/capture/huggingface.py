@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -113,7 +112,7 @@ class HuggingFaceModel:
         library = _transformers().__version__, str(code), status.st_size, status.st_mtime_ns
         kind = self.dtype, self.max_sequence, repr(self.source), repr(self.pooling)
         config: Any = self.module.config
-        return json.dumps([library, kind, config.to_dict(), described], sort_keys=True, default=str)
+        return repr((library, kind, config.to_dict(), described))
 
     def read(self, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:
         """The values of these variables, in the dtype of the graph. JobError names one that no file has, or that has another shape there."""

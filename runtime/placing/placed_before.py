@@ -17,6 +17,7 @@ from fusion.runtime.placing.placed_job import Placed, as_requested
 from fusion.runtime.placing.stage_count import Candidate
 from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
+from fusion.swarm.newest_files import NewestFiles
 from fusion.swarm.transport import PeerId
 
 NEARLY = 0.25  # of the time per token that it may cost: the measured speeds of peers vary as much from start to start
@@ -78,13 +79,13 @@ class PlacementsBefore:
     """The last placement of each graph, in a home. Damaged files are ignored."""
 
     def __init__(self, home: Path) -> None:
-        self._folder = home / FOLDER
+        self._files = NewestFiles(home / FOLDER, ".json", REMEMBERED)
 
     def of(self, graph: Graph) -> Before | None:
+        data = self._files.read(_name(graph), MOST_BYTES)
         try:
-            with self._path(graph).open("rb") as file:
-                value = json.loads(file.read(MOST_BYTES))
-        except (OSError, ValueError, RecursionError):
+            value = None if data is None else json.loads(data)
+        except (ValueError, RecursionError):
             return None
         match value:
             case {"cuts": [*cuts], "owners": [*owners]} if (
@@ -97,17 +98,9 @@ class PlacementsBefore:
 
     def remember(self, graph: Graph, placed: Placed) -> None:
         """Does nothing where the folder cannot be written to."""
-        path = self._path(graph)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_suffix(".tmp")
-            scratch.write_text(json.dumps({"cuts": placed.cuts, "owners": placed.proposed}))
-            scratch.replace(path)
-            files = sorted(self._folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
-            for old in files[:-REMEMBERED]:
-                old.unlink(missing_ok=True)
-        except OSError:
-            return
+        value = {"cuts": placed.cuts, "owners": placed.proposed}
+        self._files.write(_name(graph), json.dumps(value).encode())
 
-    def _path(self, graph: Graph) -> Path:
-        return self._folder / f"{digest_of(serialise.encode(graph))}.json"
+
+def _name(graph: Graph) -> str:
+    return digest_of(serialise.encode(graph))
