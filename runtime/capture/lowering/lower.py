@@ -7,7 +7,9 @@ operator of ours draws the mask).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -15,10 +17,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._sympy.functions import Mod, PythonMod
 
 from fusion.dag.cutting.positional import COUNTER
-from fusion.dag.ir.dims import Poly, named_symbols, symbols_of
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import OPSET, infer
@@ -41,6 +41,12 @@ from fusion.runtime.capture.lowering.aten_names import (
 from fusion.runtime.capture.lowering.complex_numbers import Complex, in_real_arithmetic, is_complex
 from fusion.runtime.capture.lowering.kept_values import keep_values
 from fusion.runtime.capture.lowering.sizes import Sizes, dtype_name
+from fusion.runtime.capture.lowering.slices import (
+    SLICE,
+    bounded_by_remainder,
+    every_few_rows,
+    slice_from_front,
+)
 from fusion.runtime.capture.lowering.triangles import is_count, triangle_window
 from fusion.runtime.job.errors import CaptureError
 
@@ -49,6 +55,7 @@ Value = Ref | Complex | tuple[Ref | Complex, ...]
 _MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 NAN_REMEDY = "not a number (NaN), which has no place in a graph: divide by zero"
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+_OF_REMAINDER = "a slice ends or begins at a remainder of a size, and may be empty: use torch.where or a mask"
 
 
 def lower(
@@ -78,10 +85,9 @@ def _require_known_types(graph: Graph, exported: ExportedProgram) -> None:
         try:
             infer(node.op, node.args, cleaned.types)
         except GraphError as error:
-            at = lines.get(node.name, "")
-            raise CaptureError(
-                f"{error}{at}: it has to hold for every size of the batch and the sequence"
-            ) from error
+            free = any(re.search(rf"\b{symbol}\b", str(error)) for symbol in graph.symbols)
+            remedy = ": it has to hold for every size of the batch and the sequence" if free else ""
+            raise CaptureError(f"{error}{lines.get(node.name, '')}{remedy}") from error
 
 
 class _Lowering:
@@ -248,9 +254,8 @@ class _Lowering:
                 try:
                     self.call(node, name)
                 except (CaptureError, GraphError) as error:
-                    raise CaptureError(
-                        f"{_bounded_by_remainder(node) or error}{line_of_node(node)}"
-                    ) from error
+                    why = _OF_REMAINDER if bounded_by_remainder(node) else error
+                    raise CaptureError(f"{why}{line_of_node(node)}") from error
 
     def getitem(self, node: fx.Node) -> None:
         """Bind one of the results of a call."""
@@ -381,17 +386,17 @@ class _Lowering:
         types = tuple(
             self.sizes.type_of(v) for v in (value if isinstance(value, (tuple, list)) else (value,))
         )
-        if name == "aten.slice.Tensor":
-            args = _slice_from_front(args, types[0])
-            if (looked_up := self.every_few(node, args, types[0])) is not None:
-                return looked_up
+        if name == SLICE:
+            args = slice_from_front(args, types[0])
+            if (rows := self.looked_up(node, args, types[0])) is not None:
+                return rows
         if name == "aten.slice_scatter":
             self.require_whole_steps(args)
         # torch's fake tensors accept mixed dtypes that infer() refuses. A view keeps its dtype, and clean() may rewrite it.
         inferred = types if OPSET[name].family == "view" else infer(name, args, self.types)
         if (
             OPSET[name].loss
-        ):  # one of each sample has no dimensions in torch's second trace of a model with in-place writes
+        ):  # in torch's second trace of a model with in-place writes, one of each sample has no dimensions
             types = inferred
         if in_place and inferred != types:
             # Written in the dtype of the old value: a higher one is rounded to it.
@@ -399,41 +404,36 @@ class _Lowering:
             name, args = "aten.to.dtype", (uncast[0], DType(types[0].dtype))
         return self.emit(node.name, name, args, types)
 
-    def every_few(self, node: fx.Node, args: tuple[Arg, ...], result: TensorType) -> tuple[Ref, ...] | None:
-        """A slice of every few rows of a free size that is no multiple of the step, `x[1::2]`, as a lookup of those rows. None for any other slice."""
-        source, dim, start, _, step = args
-        start = 0 if start is None else start
-        if type(step) is not int or type(start) is not int or type(dim) is not int or not 0 <= start < step:
+    def looked_up(self, node: fx.Node, args: tuple[Arg, ...], result: TensorType) -> tuple[Ref, ...] | None:
+        """A slice of every few rows of a free size that is no multiple of the step, as a lookup of those rows. None for any other slice."""
+        rows = every_few_rows(args, result)
+        if rows is None or self.has_type(SLICE, args):
             return None
-        count = result.shape[dim]
-        if step == 1 or not isinstance(count, Poly):
-            return None
-        try:
-            infer("aten.slice.Tensor", args, self.types)
-            return None
-        except GraphError:
-            pass
 
         def emit(op: str, *args: Arg) -> Ref:
             return self.emit(node.name, op, args, infer(op, args, self.types))[0]
 
-        rows = emit("aten.mul.Tensor", emit("aten.arange", count, DType("int64")), step)
+        count, start, step = rows
+        numbers = emit("aten.mul.Tensor", emit("aten.arange", count, DType("int64")), step)
         if start:
-            rows = emit("aten.add.Tensor", rows, start, 1)
-        return (emit("aten.index_select", source, dim, rows),)
+            numbers = emit("aten.add.Tensor", numbers, start, 1)
+        return (emit("aten.index_select", *args[:2], numbers),)
+
+    def has_type(self, name: str, args: tuple[Arg, ...]) -> bool:
+        """Whether the op-set can infer the call's type for all free sizes."""
+        with suppress(GraphError):
+            infer(name, args, self.types)
+            return True
+        return False
 
     def require_whole_steps(self, args: tuple[Arg, ...]) -> None:
         """CaptureError for a write to every few rows of a size that is no multiple of the step for every batch."""
         step = args[-1]
-        try:
-            infer("aten.slice_scatter", args, self.types)
-        except GraphError as error:
-            if step == 1:
-                raise
+        if step != 1 and not self.has_type("aten.slice_scatter", args):
             raise CaptureError(
                 f"the model writes to one row in {step} of a size that is free: take torch.where of a mask of the rows, "
                 f"torch.arange(n) % {step} == 0"
-            ) from error
+            )
 
     def complex(self, node: fx.Node, name: str, values: Mapping[str, Any]) -> Value:
         """Emit a call with complex numbers in real arithmetic."""
@@ -541,17 +541,6 @@ class _Lowering:
         return refs
 
 
-def _slice_from_front(args: tuple[Arg, ...], result: TensorType) -> tuple[Arg, ...]:
-    """A slice whose end counts blocks, with the end counted from the front: from the back it may be 0."""
-    source, dim, start, end, step = args
-    if not isinstance(end, Poly) or step != 1 or named_symbols(end) == symbols_of(end):
-        return args
-    start = 0 if start is None else start
-    if not isinstance(start, int) or start < 0 or not isinstance(dim, int):
-        return args
-    return source, dim, start, result.shape[dim] + start, step
-
-
 def _updates_statistic(call: fx.Node, statistic: fx.Node) -> bool:
     """Whether the call is a batch normalisation that reads this statistic as its running statistic and nothing else."""
     if not NORMS.get(op_name(call.target), False):
@@ -560,16 +549,6 @@ def _updates_statistic(call: fx.Node, statistic: fx.Node) -> bool:
         ["running_mean"],
         ["running_var"],
     )
-
-
-def _bounded_by_remainder(node: fx.Node) -> str:
-    """Why the op-set has no size for a slice up to or from a remainder of another size; empty for anything else."""
-    bounds = (arg.meta.get("val") for arg in node.args if isinstance(arg, fx.Node))
-    if op_name(node.target) == "aten.slice.Tensor" and any(
-        isinstance(bound, torch.SymInt) and bound.node.expr.has(Mod, PythonMod) for bound in bounds
-    ):
-        return "a slice ends or begins at a remainder of a size, and may be empty: use torch.where or a mask"
-    return ""
 
 
 def _line_of_region(region: fx.GraphModule) -> str:
