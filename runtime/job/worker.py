@@ -52,17 +52,20 @@ class _Call:
 
 
 class Worker:
-    """A thread that computes on `device` ("cpu", "cuda", "cuda:1") with `threads` threads inside an operator.
+    """A thread that computes on `device` ("cpu", "cuda", "cuda:1") with `threads` threads inside an operator. `clock`: monotonic seconds, by
+    which jobs share the device.
 
     ValueError for a thread count below one, or a device that this machine does not have.
     """
 
-    def __init__(self, threads: int = 1, device: str = "cpu") -> None:
+    def __init__(
+        self, threads: int = 1, device: str = "cpu", *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         if threads < 1:
             raise ValueError(f"threads: at least 1, not {threads}")
         self.device = checked_device(device)
         self._caller = NOBODY
-        self._queue = _Queue(f"fusion-{device}", lambda: _prepare(threads, torch.device(device)))
+        self._queue = _Queue(f"fusion-{device}", lambda: _prepare(threads, torch.device(device)), clock)
         self._loss = _Loss()
 
     def of(self, caller: Caller) -> Self:
@@ -174,12 +177,13 @@ class _Queue:
     """The calls that wait for a device, which one thread has at a time. When the device is free, the thread that had it last
     chooses the next call. There is one thread, and one more for each call that has yielded, which keeps its own until it ends."""
 
-    def __init__(self, name: str, prepare: Callable[[], None]) -> None:
+    def __init__(self, name: str, prepare: Callable[[], None], clock: Callable[[], float]) -> None:
         self._name = name
         self._prepare = prepare
+        self._clock = clock
         self._lock = Lock()
         self._changed = Condition(self._lock)  # for the thread that has the device
-        self._share = DeviceShare(time.monotonic)
+        self._share = DeviceShare(clock)
         self._calls: dict[int, tuple[Waiting, _Call]] = {}  # in order, by id of the first
         self._resting: dict[int, tuple[Waiting, _Thread]] = {}  # calls that have begun and yielded, the same
         self._holder: _Thread | None = None
@@ -229,11 +233,11 @@ class _Queue:
 
     def rest(self, thread: _Thread) -> bool:
         """Yield in a call, between two operators, to calls whose turn it is. False, at once, before SLICE_SECONDS."""
-        if time.monotonic() - self._began < SLICE_SECONDS:
+        if self._clock() - self._began < SLICE_SECONDS:
             return False
         self.look()
         with self._lock:
-            waiting = self._share.yields(self._caller, time.monotonic() - self._began)
+            waiting = self._share.yields(self._caller, self._clock() - self._began)
             self._resting[id(waiting)] = waiting, thread
             self._schedule(thread)
             while self._holder is not thread:
@@ -247,16 +251,16 @@ class _Queue:
         while (chosen := self._next(thread)) is not None:
             _do(chosen[1], prepare, self._ended)
             del chosen  # or what it holds would stay until the next one
-            if time.monotonic() - self._began >= SLICE_SECONDS:
+            if self._clock() - self._began >= SLICE_SECONDS:
                 self.look()
 
     def _begins(self, call: Waiting, waiting: Sequence[Waiting]) -> None:
         self._share.begins(call, waiting)
-        self._caller, self._began = call.caller, time.monotonic()
+        self._caller, self._began = call.caller, self._clock()
 
     def _ended(self) -> None:
         with self._lock:
-            self._share.ends(self._caller, time.monotonic() - self._began)
+            self._share.ends(self._caller, self._clock() - self._began)
             self._changed.notify()  # for calls that were submitted while it ran in the event loop's thread
 
     def _next(self, thread: _Thread) -> tuple[Waiting, _Call] | None:

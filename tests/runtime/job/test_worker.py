@@ -68,12 +68,14 @@ def test_another_authors_call_does_not_wait_for_all_that_one_has_asked_for() -> 
     async def main() -> None:
         seen: list[str] = []
         begun, go = threading.Event(), threading.Event()
+        now = [0.0]  # the first call takes 10 ms and the others no time, however long they wait for a core
 
         def first() -> None:
             begun.set()
             go.wait(10)
+            now[0] += 0.01
 
-        async with Worker() as worker:
+        async with Worker(clock=lambda: now[0]) as worker:
             greedy = worker.of(Caller(PeerId("greedy"), JobId("a")))
             honest = worker.of(Caller(PeerId("honest"), JobId("b")))
             calls = [asyncio.ensure_future(greedy.run(first))]
